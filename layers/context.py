@@ -1,0 +1,32 @@
+"""What a step of the forward pass is given by whoever runs it: passed along as an argument, never global."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quant.kernels import Kernels
+
+
+def proceed() -> None:
+    """The check of a run that nobody cancels."""
+
+
+def rows_present(param: str, stop_row: int) -> None:
+    """The wait of a run whose parameters are all there."""
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """kernels: which matmul runs.
+
+    check: called before every matmul; raises to end a pass that is no longer wanted.
+    await_rows: called by the head before it reads rows of a parameter, with the parameter's name and the row where
+    they stop; returns when rows [0, stop) are there. That is how the head is computed while its last rows arrive.
+    """
+
+    kernels: Kernels
+    check: Callable[[], None] = proceed
+    await_rows: Callable[[str, int], None] = rows_present

@@ -1,0 +1,89 @@
+"""Linear layers that hold a weight in its stored form and leave the matmul to the weight's scheme.
+
+At tensor-parallel size 1 the three are the same matmul; they differ in how their output is cut into parts.
+T rows of activations, O output features, I input features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from layers.context import StepContext
+from layers.weights import ParamSpec
+from quant.dtypes import to_torch
+
+
+class Linear(nn.Module):
+    """x [T, I] -> [T, O]. Declares one meta parameter for each tensor that the scheme stores, and `bias` if any."""
+
+    def __init__(self, weight: ParamSpec, bias: ParamSpec | None = None) -> None:
+        super().__init__()
+        declare(self, weight)
+        if bias is not None:
+            declare(self, bias)
+        self.scheme = weight.scheme
+        self.sections = weight.section_rows
+        self._stored_names = tuple(weight.storage())
+        self._has_bias = bias is not None
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        """The weight's stored tensors by name, without the bias."""
+        return {name: self.get_parameter(name) for name in self._stored_names}
+
+    def product(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """x [T, I] -> [T, O], all sections side by side."""
+        ctx.check()
+        bias = self.get_parameter("bias") if self._has_bias else None
+        return self.scheme.linear(x, self.stored(), self.sections, bias, kernels=ctx.kernels)
+
+
+class QKVParallelLinear(Linear):
+    """The fused query, key and value projection."""
+
+    def forward(self, x: torch.Tensor, ctx: StepContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x [T, I] -> q [T, q_rows], k [T, kv_rows], v [T, kv_rows]: views of one product."""
+        q, k, v = torch.split(self.product(x, ctx), list(self.sections), dim=-1)
+        return q, k, v
+
+
+class MergedColumnParallelLinear(Linear):
+    """Several projections of the same input fused into one: gate and up."""
+
+    def forward(self, x: torch.Tensor, ctx: StepContext) -> tuple[torch.Tensor, ...]:
+        """x [T, I] -> one [T, rows] view for each section."""
+        return torch.split(self.product(x, ctx), list(self.sections), dim=-1)
+
+
+class RowParallelLinear(Linear):
+    """A projection back to the hidden size."""
+
+    def forward(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """x [T, I] -> [T, O]."""
+        return self.product(x, ctx)
+
+
+def declare(module: nn.Module, spec: ParamSpec) -> None:
+    """Register what is stored for `spec` as meta parameters of `module`: shapes and dtypes without memory."""
+    for name, stored in spec.storage().items():
+        empty = torch.empty(stored.shape, dtype=to_torch(stored.dtype), device="meta")
+        module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+
+
+def stored_rows(
+    stored: Mapping[str, torch.Tensor], *, row_multiple: int, start: int, stop: int
+) -> dict[str, torch.Tensor]:
+    """Views of the stored tensors for rows [start, stop) of a weight of one section.
+
+    The weight has a row for each; scales have one for each `row_multiple` rows (which divides `start`), or belong to
+    the whole weight where that is 0.
+    """
+
+    def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name == "weight":
+            return tensor[start:stop]
+        return tensor if row_multiple == 0 else tensor[start // row_multiple : -(-stop // row_multiple)]
+
+    return {name: cut(name, tensor) for name, tensor in stored.items()}

@@ -1,0 +1,84 @@
+"""The gated feed-forward part of a layer. T tokens, D hidden size, I intermediate size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import pi, sqrt
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from layers.context import StepContext
+from layers.linear import MergedColumnParallelLinear, RowParallelLinear
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+LARGEST_UNCUT = 32_767  # elements: at::internal::GRAIN_SIZE is 32768, below which torch uses one thread
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(
+        self, *, gate_up_proj: MergedColumnParallelLinear, down_proj: RowParallelLinear, activation: str
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj = gate_up_proj
+        self.down_proj = down_proj
+        self._act = ACTIVATIONS[activation]
+
+    def forward(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """x [T, D] -> [T, D]."""
+        gate, up = self.gate_up_proj(x, ctx)  # [T, I] each
+        out: torch.Tensor = self.down_proj(gated(gate, up, activation=self._act), ctx)
+        return out
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, *, activation: Activation) -> torch.Tensor:
+    """activation(gate) * up, each [T, I]; on the CPU piece by piece.
+
+    Torch cuts a large elementwise operation into as many parts as there are threads, and computes the last few numbers
+    of each part by another formula than the rest (scalar instead of vector): the bits of silu and gelu then depend on
+    the number of threads. Pieces too small to be cut have the same bits everywhere, and they stay in the cache.
+    """
+    if gate.device.type != "cpu":
+        return activation(gate) * up
+    out = torch.empty(gate.shape, dtype=gate.dtype)
+    count, width = gate.shape
+    columns = min(width, LARGEST_UNCUT)
+    rows = LARGEST_UNCUT // columns
+    for top in range(0, count, rows):
+        for left in range(0, width, columns):
+            piece = (slice(top, top + rows), slice(left, left + columns))
+            torch.mul(activation(gate[piece]), up[piece], out=out[piece])
+    return out
+
+
+def gelu_new(x: torch.Tensor) -> torch.Tensor:
+    """GELU's tanh form, rounded step by step (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
+    return 0.5 * x * (1.0 + torch.tanh(sqrt(2.0 / pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def gelu_fast(x: torch.Tensor) -> torch.Tensor:
+    """The same with the constant cut to ten digits and the terms in another order."""
+    return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """GELU's sigmoid form."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+# The names are those that `hidden_act` may hold.
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": functional.silu,
+    "swish": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_new": gelu_new,
+    "gelu_fast": gelu_fast,
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+    "quick_gelu": quick_gelu,
+    "relu": functional.relu,
+}

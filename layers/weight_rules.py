@@ -1,0 +1,35 @@
+"""The naming rules that checkpoints of all decoder families share: what is fused here, and what is never used."""
+
+from __future__ import annotations
+
+import re
+
+from layers.model_config import ModelConfig
+from layers.weights import Stacked, WeightMap
+
+# A checkpoint may hold the parts one by one or already fused, whatever the family usually does.
+FUSED = (
+    Stacked("q_proj", "qkv_proj", 0, 1),
+    Stacked("k_proj", "qkv_proj", 1, 2),
+    Stacked("v_proj", "qkv_proj", 2, 3),
+    Stacked("qkv_proj", "qkv_proj", 0, 3),
+    Stacked("gate_proj", "gate_up_proj", 0, 1),
+    Stacked("up_proj", "gate_up_proj", 1, 2),
+    Stacked("gate_up_proj", "gate_up_proj", 0, 2),
+)
+
+_ROTARY = "a rotary table, which the configuration determines"
+_MASK = "a causal mask, which the attention makes itself"
+
+UNUSED: tuple[tuple[re.Pattern[str], str | None, str], ...] = (
+    (re.compile(r"(^|\.)(rotary_emb|rotary_pos_emb)\.(inv_freq|original_inv_freq)$"), None, _ROTARY),
+    (re.compile(r"(^|\.)(cos_cached|sin_cached)$"), None, _ROTARY),
+    (re.compile(r"(^|\.)masked_bias$"), None, _MASK),
+    (re.compile(r"(^|\.)(attn|attention|self_attn)\.bias$"), None, _MASK),
+    (re.compile(r"(^|[._])positions?_ids$"), None, "a table of positions, which the runtime counts itself"),
+)
+
+
+def decoder_weight_map(config: ModelConfig) -> WeightMap:
+    """The map of a decoder whose modules bear Hugging Face's names."""
+    return WeightMap(renames=UNUSED, stacked=FUSED, num_layers=config.num_layers)

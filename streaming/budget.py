@@ -1,0 +1,68 @@
+"""The memory a load needs, computed before anything is allocated. Pure.
+
+Four sources make the peak: the parameters in their stored form, the window that bytes pass through, the one wide item
+in each of the two stages behind it (only where bytes must be decoded or converted first), and the KV cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from quant.dtypes import DType
+from streaming.errors import BudgetError
+from streaming.plan import LoadItem, LoadPlan
+from streaming.sizes import format_size
+
+DEFAULT_WINDOW_NBYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes, by source. `limit_nbytes` is what the user granted; None when nothing was said."""
+
+    kept_nbytes: int
+    window_nbytes: int
+    convert_nbytes: int
+    cache_nbytes: int
+    limit_nbytes: int | None = None
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most that is held at once by the model itself; the interpreter's own memory is not in it."""
+        return self.kept_nbytes + self.window_nbytes + self.convert_nbytes + self.cache_nbytes
+
+
+def make_budget(
+    plan: LoadPlan, *, window_nbytes: int | None, cache_nbytes: int, limit_nbytes: int | None = None
+) -> Budget:
+    """The budget of a plan. Raises BudgetError when the limit is too small, with what is needed."""
+    window = choose_window(plan) if window_nbytes is None else window_nbytes
+    staged = sum(item.nbytes for item in plan.items if not item.direct)
+    budget = Budget(plan.kept_nbytes, min(window, staged), convert_nbytes(plan), cache_nbytes, limit_nbytes)
+    if limit_nbytes is not None and budget.peak_nbytes > limit_nbytes:
+        raise BudgetError(
+            f"--memory {format_size(limit_nbytes)} is too small: {format_size(budget.peak_nbytes)} are needed "
+            f"({format_size(budget.kept_nbytes)} of weights, {format_size(budget.window_nbytes)} of window, "
+            f"{format_size(budget.convert_nbytes)} for conversion, {format_size(cache_nbytes)} of KV cache); "
+            "try --quantization, a smaller --window or a smaller --max-model-len"
+        )
+    return budget
+
+
+def choose_window(plan: LoadPlan) -> int:
+    """The default look-ahead: room for a few items, so that reading and quantizing overlap."""
+    return max(DEFAULT_WINDOW_NBYTES, 2 * plan.largest_staged_nbytes)
+
+
+def convert_nbytes(plan: LoadPlan) -> int:
+    """Wide copies that exist beside the window: one item in the slice stage, one in the quantize stage."""
+    return 2 * max((_wide_nbytes(item) for item in plan.items if _is_converted(item)), default=0)
+
+
+def _is_converted(item: LoadItem) -> bool:
+    return not item.tensor.is_plain and item.param.scheme.name != "none"  # others are views, or written to their place
+
+
+def _wide_nbytes(item: LoadItem) -> int:
+    return (item.rows[1] - item.rows[0]) * prod(item.param.shape[1:]) * DType.F32.itemsize

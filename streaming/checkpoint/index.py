@@ -1,0 +1,41 @@
+"""`model.safetensors.index.json`, read strictly: which file each tensor should be in. [no-torch]"""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+from streaming.checkpoint.files import read_json_object
+from streaming.checkpoint.report import Report
+from streaming.errors import CheckpointFormatError
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Tensor name -> file name, relative to the index's folder and inside it.
+
+    Raises CheckpointFormatError with every problem: no weight_map, names that are no strings, files that would lead
+    out of the folder (an absolute path, a ".." part) or are not safetensors.
+    """
+    weight_map = read_json_object(path, strict=True).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointFormatError(f'{path}: its "weight_map" should be an object: tensor name -> file name')
+    report = Report(path)
+    files = {file for file in weight_map.values() if isinstance(file, str)}
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str):
+            report.add(f"{path}: tensor {tensor!r} is mapped to {file!r}, not to a file name", broken=True)
+    for file in sorted(files):
+        if fault := _name_fault(file):
+            report.add(f"{path}: file name {file!r} {fault}", broken=True)
+    report.raise_if_any()
+    return {tensor: str(PurePosixPath(file)) for tensor, file in weight_map.items()}
+
+
+def _name_fault(name: str) -> str | None:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        return "leads outside the model's folder, which is not allowed"
+    if not name.isprintable():
+        return "holds control characters"
+    if path.suffix != ".safetensors":
+        return "is not a .safetensors file"
+    return None

@@ -1,0 +1,76 @@
+"""The files of a checkpoint's folder: which are there, which are weights, and which may not be followed. [no-torch]"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from streaming.checkpoint.files import open_fault
+from streaming.errors import CheckpointError
+
+SAFETENSORS, GGUF = "*.safetensors", "*.gguf"
+PICKLES = ("*.bin", "*.pt", "*.pth")
+CONFIG, PARAMS = "config.json", "params.json"
+INDEX = "model.safetensors.index.json"
+CONSOLIDATED = "consolidated*.safetensors"  # the same weights again, in Meta's and Mistral's own layout
+# saved beside a model's weights and no part of them
+_STRAYS = ("adapter_model*", "adapter.*", "training_args*", "optimizer*", "scheduler*", "rng_state*", "mmproj*")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The names in one folder, sorted; hidden files (such as the "._" twins that some systems write) left out."""
+
+    root: Path
+    names: tuple[str, ...]
+
+    def matching(self, *patterns: str) -> tuple[str, ...]:
+        """Names that match any pattern, strays left out."""
+        return tuple(name for name in self.names if _matches(name, patterns) and not _matches(name.lower(), _STRAYS))
+
+    def strays(self, *patterns: str) -> tuple[str, ...]:
+        """Names that match a pattern and are no part of the model, such as adapter_model.safetensors."""
+        return tuple(name for name in self.names if _matches(name, patterns) and _matches(name.lower(), _STRAYS))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+
+def list_folder(root: Path) -> Listing:
+    """What lies in a folder; CheckpointError when it cannot be listed."""
+    try:
+        names = sorted(entry.name for entry in os.scandir(root) if not entry.name.startswith("."))
+    except OSError as error:
+        raise CheckpointError(f"{root}: the folder cannot be listed: {open_fault(root, error)}") from error
+    return Listing(root, tuple(names))
+
+
+def member_fault(path: Path, hub_root: Path | None) -> str | None:
+    """Why a file of the folder may not be opened, in words; None where nothing speaks against it.
+
+    A user's own links are followed. In the hub's cache (`hub_root`) each file is a link to a blob of that cache; one
+    that leads anywhere else was not made by the hub's client.
+    """
+    try:
+        os.stat(path)
+    except OSError as error:
+        return open_fault(path, error)
+    if hub_root is not None and not Path(os.path.realpath(path)).is_relative_to(hub_root):
+        return f"is a link out of the hub's cache {hub_root} (to {os.path.realpath(path)}), which is not allowed"
+    return None
+
+
+def hub_root_of(root: Path) -> Path | None:
+    """The hub cache that a snapshot's folder (models--owner--name/snapshots/revision) belongs to, else None."""
+    real = Path(os.path.realpath(root))
+    snapshots = real.parent
+    if snapshots.name == "snapshots" and snapshots.parent.name.startswith("models--"):
+        # the whole cache: newer clients keep blobs that models share beside the models' own folders
+        return snapshots.parent.parent
+    return None
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

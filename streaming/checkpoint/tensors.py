@@ -1,0 +1,76 @@
+"""What lies where in a checkpoint: the one protocol that every format answers to, from headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from quant.dtypes import DType
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """A block format that must be decoded before its numbers can be used (GGUF's Q4_1 and its like).
+
+    Every row of the tensor is a whole number of blocks, so rows can be read and decoded on their own.
+    """
+
+    name: str
+    block_values: int
+    block_nbytes: int
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a checkpoint: its name there (in Hugging Face's spelling), and which bytes of which file hold it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType  # of the numbers; for encoded tensors the dtype they decode to (F32)
+    file: Path
+    offset: int  # of the first byte, from the start of the file
+    nbytes: int
+    encoding: Encoding | None = None
+    rope_heads: int = 0  # rows of each of this many heads are stored interleaved (GGUF's llama q/k) and are put right
+    big_endian: bool = False
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of one row (an index of dim 0)."""
+        return self.nbytes // self.shape[0] if self.shape and self.shape[0] else self.nbytes
+
+    @property
+    def row_unit(self) -> int:
+        """Rows are read and decoded in multiples of this many: a whole head where its rows are interleaved, else 1."""
+        return self.shape[0] // self.rope_heads if self.rope_heads else 1
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its bytes are its numbers, in this machine's order: no decoding, no permutation."""
+        return self.encoding is None and not self.rope_heads and not self.big_endian
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model's files as data: what `open_checkpoint` found. No weight byte has been read."""
+
+    root: Path  # the folder, or the single file
+    format: str  # "safetensors" or "gguf"
+    tensors: Mapping[str, TensorInfo]
+    files: tuple[Path, ...]
+    config: Mapping[str, Any]  # config.json, or its twin built from a GGUF's metadata
+    metadata: Mapping[str, Any]  # a GGUF's own metadata (tokenizer, chat template); empty for others
+    notes: tuple[str, ...] = ()  # warnings for the user
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())

@@ -1,0 +1,157 @@
+"""The command line: options, one line for a mistake, exit statuses. What a command does is in `streaming.commands`.
+
+Exit status: 0 done; 2 a wrong option; 1 anything else, with one clear line on stderr and no traceback (--debug for it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import NoReturn
+
+from layers.errors import ModelConfigError
+from quant.errors import QuantError
+from streaming.errors import OptionError, StreamingError
+from streaming.options import DTYPES, KERNELS, READERS, STRATEGIES, LoadOptions
+
+COMMANDS = {
+    "generate": "stream a model in and print its answer as it comes",
+    "chat": "the same, as a conversation; you can type while it loads",
+    "plan": "the dry run: bytes read and kept per layer, every problem of the checkpoint, an estimate of the time",
+    "inspect": "tensors, shapes, dtypes, and which parameter each one feeds",
+    "logits": "float32 logits of every position, into a .npy file",
+    "verify": "streamed equals resident: every stored tensor, every layer's output, the logits",
+    "bench": "cold and warm time to first token against the measured floor",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line for a mistake, in place of the usage text and the line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Parse and carry out; the exit status."""
+    options = make_parser().parse_args(arguments)
+    _set_up_logging()
+    _calm_openmp()
+    try:
+        status: int = import_module(f"streaming.commands.{options.command}").run(options)
+        return status
+    except KeyboardInterrupt:
+        return _fail("interrupted", options)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
+        return 1
+    except OptionError as error:
+        return _fail(str(error), options, status=2)
+    except (StreamingError, ModelConfigError, QuantError, MemoryError, OSError) as error:
+        return _fail(_one_cause(error), options)
+
+
+def _one_cause(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'input or output'}: {error.strerror}"
+    return str(error) or type(error).__name__
+
+
+def _fail(message: str, options: argparse.Namespace, *, status: int = 1) -> int:
+    if options.debug:
+        logging.getLogger(__name__).exception("traceback of the error below")
+    sys.stderr.write(f"firstlayer {options.command}: error: {message}\n")
+    return status
+
+
+def _set_up_logging() -> None:
+    """FIRSTLAYER_LOG=debug logs each tensor; the default shows warnings only."""
+    level = os.environ.get("FIRSTLAYER_LOG", "warning").upper()
+    known = logging.getLevelNamesMapping()
+    logging.basicConfig(level=known.get(level, logging.WARNING), format="%(levelname)s %(name)s: %(message)s")
+    if level not in known:
+        warn(f"FIRSTLAYER_LOG={level.lower()} is no level; known: {', '.join(sorted(known)).lower()}")
+    warnings.simplefilter("ignore")  # those of libraries, about their own future
+
+
+def _calm_openmp() -> None:
+    """OpenMP's idle workers spin by default, on the core that the reader needs. It looks once, when torch is loaded."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def warn(text: str) -> None:
+    """A warning for the user."""
+    sys.stderr.write(f"warning: {text}\n")
+
+
+# --- options --------------------------------------------------------------------------------------------------------
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Every command with its options."""
+    parser = _Parser(prog="firstlayer", description="Streams a language model in, layer by layer, and answers meanwhile.")
+    parser.add_argument("--version", action="version", version=f"firstlayer {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        add_load_options(command)
+        import_module(f"streaming.commands.{name}").add_options(command)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return version("firstlayer")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def add_load_options(parser: argparse.ArgumentParser) -> None:
+    """The options of LoadOptions, shared by all commands."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="a folder, a weights file, a hub id owner/name[@revision], or 'demo'"
+    )
+    add = parser.add_argument_group("loading").add_argument
+    add("--quantization", default="none", metavar="SCHEME", help="quantize while loading, e.g. fp8_per_channel")
+    add("--quantize-head", action="store_true", help="the output projection too")
+    add("--dtype", default="auto", metavar="DTYPE", help=f"of wide weights and activations: {', '.join(DTYPES)}")
+    add("--device", default="cpu", help="cpu or cuda[:index]")
+    add("--memory", metavar="SIZE", help="limit for weights, window and caches, e.g. 6GiB; refused when too small")
+    add("--window", metavar="SIZE", help="bytes read ahead of the quantizer, e.g. 128MiB")
+    add("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer together")
+    add("--kernels", default="default", metavar="MODE", help=f"{', '.join(KERNELS)}; fast has other bits")
+    add("--threads", type=int, metavar="N", help="compute threads once loaded (default: all cores)")
+    add("--load-format", default="auto", metavar="FORMAT", help="auto, hf, safetensors or gguf")
+    add("--safetensors-load-strategy", metavar="NAME", help=f"how files are read: {', '.join(STRATEGIES)}")
+    add("--reader", default="process", metavar="KIND", help=f"who reads: {', '.join(READERS)}")
+    add("--check-weights", action="store_true", help="non-finite or all-zero weights are an error, not a warning")
+    add("--revision", metavar="REV", help="of a hub id")
+    add = parser.add_argument_group("output").add_argument
+    add("--json", action="store_true", help="one JSON object on stdout and nothing else")
+    add("--quiet", action="store_true", help="no progress, no summary")
+    add("--debug", action="store_true", help="tracebacks")
+
+
+def load_options(options: argparse.Namespace) -> LoadOptions:
+    """What the command line says of loading. Raises OptionError."""
+    return LoadOptions(**load_keywords(options))
+
+
+def load_keywords(options: argparse.Namespace) -> dict[str, object]:
+    """The same, as keywords for `LLM`."""
+    return {name: getattr(options, name) for name in LoadOptions.__dataclass_fields__}
+
+
+def parse_ids(text: str) -> list[int]:
+    """Token ids from "1,2,3"."""
+    try:
+        ids = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise OptionError(f"--ids {text!r}: token ids separated by commas are needed, such as 1,2,3") from None
+    return ids

@@ -1,0 +1,85 @@
+"""`firstlayer plan`: the dry run, from headers alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from streaming import cli
+from streaming.plan import LayerPlan
+from streaming.prepare import Prepared, prepare
+from streaming.sizes import format_size, parse_size
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `plan` takes."""
+    parser.add_argument("--bandwidth", metavar="SIZE", help="bytes per second of the storage, for the estimate: 2GB")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the plan."""
+    rates = [parse_size(options.bandwidth, option="--bandwidth")] if options.bandwidth else [500 * 10**6, 3 * 10**9]
+    prepared = prepare(options.model, cli.load_options(options))
+    text = json.dumps(plan_dict(prepared, rates)) if options.json else "\n".join(plan_lines(prepared, rates))
+    sys.stdout.write(text + "\n")
+    for warning in prepared.warnings:
+        cli.warn(warning)
+    return 0
+
+
+def plan_dict(prepared: Prepared, rates: list[int]) -> dict[str, object]:
+    """The plan as JSON holds it; sizes are bytes."""
+    plan, budget = prepared.plan, prepared.budget
+    return {
+        "model": str(prepared.checkpoint.root),
+        "format": prepared.checkpoint.format,
+        "model_type": prepared.config.model_type,
+        "dtype": prepared.dtype.torch_name,
+        "quantization": prepared.options.quantization,
+        "layers": [_layer_dict(layer) for layer in plan.layers],
+        "bytes_read": plan.read_nbytes,
+        "bytes_kept": plan.kept_nbytes,
+        "peak": {
+            "weights": budget.kept_nbytes, "window": budget.window_nbytes, "conversion": budget.convert_nbytes,
+            "kv_cache": budget.cache_nbytes, "total": budget.peak_nbytes,
+        },
+        "limit_bytes": budget.limit_nbytes,
+        "dropped": dict(plan.dropped),
+        "warnings": list(prepared.warnings),
+        "estimate_s": {str(rate): round(plan.read_nbytes / rate, 3) for rate in rates},
+    }  # fmt: skip
+
+
+def _layer_dict(layer: LayerPlan) -> dict[str, object]:
+    return {
+        "name": layer.name, "items": len(layer.items), "bytes_read": layer.read_nbytes, "bytes_kept": layer.kept_nbytes,
+        "files": sorted({item.tensor.file.name for item in layer.items}),
+    }  # fmt: skip
+
+
+def plan_lines(prepared: Prepared, rates: list[int]) -> list[str]:
+    """The plan for people."""
+    plan, budget = prepared.plan, prepared.budget
+    head = f"{'layer':<12} {'items':>6} {'read':>12} {'kept':>12}  files"
+    rows = [_layer_line(layer) for layer in plan.layers]
+    total = f"{'total':<12} {len(plan.items):>6} {format_size(plan.read_nbytes):>12} {format_size(plan.kept_nbytes):>12}"
+    peak = (
+        f"peak {format_size(budget.peak_nbytes)}: weights {format_size(budget.kept_nbytes)}, window "
+        f"{format_size(budget.window_nbytes)}, conversion {format_size(budget.convert_nbytes)}, KV cache "
+        f"{format_size(budget.cache_nbytes)}; limit {format_size(budget.limit_nbytes) if budget.limit_nbytes else 'none'}"
+    )
+    times = ", ".join(f"{plan.read_nbytes / rate:.2f} s at {format_size(rate)}/s" for rate in rates)
+    config = prepared.config
+    title = (
+        f"{prepared.checkpoint.root}: {config.model_type}, {config.num_layers} layers, {prepared.dtype.torch_name}, "
+        f"quantization {prepared.options.quantization}, {len(plan.dropped)} tensors not used"
+    )
+    return [title, head, *rows, total, peak, f"first token not before {times} (bytes read over bandwidth)"]
+
+
+def _layer_line(layer: LayerPlan) -> str:
+    names = sorted({item.tensor.file.name for item in layer.items})
+    files = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+    sizes = f"{format_size(layer.read_nbytes):>12} {format_size(layer.kept_nbytes):>12}"
+    return f"{layer.name:<12} {len(layer.items):>6} {sizes}  {files}"

@@ -1,0 +1,116 @@
+"""`firstlayer verify`: streamed equals resident, to the bit: stored tensors, every layer's output, the logits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from streaming import cli
+from streaming.commands.generate import make_progress, progress_hooks
+from streaming.commands.prompt_ids import seeded_ids
+from streaming.hooks import Hooks
+from streaming.llm import LLM
+from streaming.prepare import Prepared, prepare
+
+if TYPE_CHECKING:
+    import torch
+
+    from layers.decoder import DecoderModel
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `verify` takes."""
+    parser.add_argument("--ids", metavar="1,2,3", help="the prompt (default: 32 ids drawn from a fixed seed)")
+
+
+@dataclass
+class Report:
+    """What was compared, and what differs."""
+
+    stored: int = 0
+    outputs: int = 0
+    logits: int = 0
+    differences: list[str] = field(default_factory=list)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compare; 0 when everything is equal."""
+    prepared = prepare(options.model, cli.load_options(options))
+    ids = cli.parse_ids(options.ids) if options.ids else seeded_ids(32, prepared.config.vocab_size)
+    report = compare(prepared, ids, options)
+    found = {
+        "equal": not report.differences, "quantization": options.quantization, "stored_tensors": report.stored,
+        "layer_outputs": report.outputs, "logits": report.logits, "differences": report.differences,
+    }  # fmt: skip
+    if options.json:
+        sys.stdout.write(json.dumps(found) + "\n")
+    else:
+        compared = f"{report.stored} stored tensors, {report.outputs} layer outputs, {report.logits} logits"
+        verdict = "equal to the bit" if not report.differences else f"{len(report.differences)} differences"
+        lines = [f"{options.quantization}: {compared}: {verdict}", *report.differences[:20]]
+        sys.stdout.write("\n".join(lines) + "\n")
+    return 1 if report.differences else 0
+
+
+def compare(prepared: Prepared, ids: list[int], options: argparse.Namespace) -> Report:
+    """Stream the model in while it computes `ids`, then fill a second one eagerly and hold both side by side."""
+    outputs: dict[str, torch.Tensor] = {}
+    progress = make_progress(options, prepared)
+    drawn = progress_hooks(progress)
+    hooks = Hooks(warn=drawn.warn, on_stage=drawn.on_stage, layer_outputs=lambda n, h: outputs.update({n: h.clone()}))
+    with LLM.start(prepared, hooks=hooks) as llm:
+        try:
+            logits = llm.logits(ids)  # while it loads
+            llm.wait_loaded()
+        finally:
+            progress.close()
+        first = dict(outputs)
+        again = llm.logits(ids)  # and once more, resident, on all threads
+        return _compare_all(prepared, ids, llm, (first, logits), (dict(outputs), again))
+
+
+_Run = tuple[dict[str, "torch.Tensor"], "torch.Tensor"]
+
+
+def _compare_all(prepared: Prepared, ids: list[int], llm: LLM, while_loading: _Run, resident: _Run) -> Report:
+    from streaming.commands.resident import resident_model, run_resident
+
+    device = prepared.options.device
+    model = resident_model(prepared.checkpoint.root, prepared.config, prepared.specs, device=device)
+    outputs, logits = run_resident(model, ids, llm.kernels, dtype=prepared.dtype, device=device)
+    report = Report()
+    _compare_stored(report, llm.shell, model)
+    for label, (seen, found) in (("while loading", while_loading), ("once resident", resident)):
+        for name, expected in outputs.items():
+            report.outputs += 1
+            _compare(report, f"{name}'s output {label}", seen[name], expected)
+        report.logits += found.numel()
+        _compare(report, f"logits {label}", found, logits)
+    return report
+
+
+def _compare_stored(report: Report, streamed: DecoderModel, resident: DecoderModel) -> None:
+    found = dict(streamed.named_parameters())
+    for name, expected in resident.named_parameters():
+        report.stored += 1
+        _compare(report, name, found[name], expected)
+
+
+def _compare(report: Report, what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    import torch
+
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        report.differences.append(f"{what}: {list(found.shape)} {found.dtype}, not {list(expected.shape)}")
+        return
+    same = _bits(found) == _bits(expected)
+    if not bool(torch.all(same)):
+        report.differences.append(f"{what}: {int((~same).sum())} of {same.numel()} bytes differ")
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

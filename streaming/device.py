@@ -1,0 +1,225 @@
+"""Where stored weights live, and how bytes get there: the CPU's memory itself, or a GPU's behind a pinned window.
+
+CPU: direct parameters are views of the reader's final memory; the others lie in one private arena of exactly their
+size (huge pages where the system grants them: first touch is the larger part of writing fresh memory). GPU: the window
+is page-locked in place (an exact size, where an allocator would round up to a power of two), copies run on a stream of
+their own, and each layer carries the event that the compute stream waits for; the host never waits per layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from layers.weights import ParamSpec
+from quant.dtypes import to_torch
+from quant.scheme import StoredSpec
+from streaming.errors import OptionError
+from streaming.plan import LoadItem, LoadPlan
+from streaming.read_plan import ALIGNMENT, ReadPlan, Region
+from streaming.reader import Reader
+
+StoredTensors = dict[str, dict[str, torch.Tensor]]  # parameter -> stored name -> tensor
+
+
+class Device(Protocol):
+    """Memory for the stored weights of one model, and the way bytes take into it."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where the forward pass computes."""
+        ...
+
+    @property
+    def stored(self) -> StoredTensors:
+        """Every parameter's stored tensors, allocated, filled as items are published."""
+        ...
+
+    def staged(self, item: LoadItem) -> torch.Tensor:
+        """The item's bytes in the window: uint8 [nbytes], on the host."""
+        ...
+
+    def bring(self, raw: torch.Tensor) -> torch.Tensor:
+        """The same bytes on the compute device; the copy may still run."""
+        ...
+
+    def working(self) -> contextlib.AbstractContextManager[None]:
+        """Around a worker's torch calls: on its own stream where there are streams."""
+        ...
+
+    def moment(self) -> Any:
+        """An event behind all work that was issued inside `working()`, or None where work is done when a call returns."""
+        ...
+
+    def await_moment(self, moment: Any) -> None:
+        """Block the calling worker thread until the moment has come."""
+        ...
+
+    def order_after(self, moment: Any) -> None:
+        """Make the compute stream wait for the moment; the host goes on."""
+        ...
+
+    def close(self) -> None:
+        """Let go of page-locked memory; tensors go with their last user."""
+        ...
+
+
+def open_device(name: str, plan: LoadPlan, reader: Reader) -> Device:
+    """Allocate every stored tensor of the plan on "cpu" or "cuda[:index]"."""
+    kind = name.partition(":")[0]
+    if kind == "cpu":
+        return CpuDevice(plan, reader)
+    if kind == "cuda":
+        return CudaDevice(name, plan, reader)
+    raise OptionError(f"--device {name}: known devices are cpu and cuda[:index]")
+
+
+def _params(plan: LoadPlan) -> Iterator[ParamSpec]:
+    return (param for layer in plan.layers for param in layer.spec.params)
+
+
+class CpuDevice:
+    """Stored tensors in the CPU's memory: some in the reader's, the rest in an arena of this process."""
+
+    def __init__(self, plan: LoadPlan, reader: Reader) -> None:
+        self.torch_device = torch.device("cpu")
+        self._reader_plan = reader.read_plan
+        final, window = reader.memory(Region.FINAL), reader.memory(Region.WINDOW)
+        self._window = None if window is None else torch.frombuffer(window, dtype=torch.uint8)
+        self.stored = _views_of_final(plan, reader.read_plan, final)
+        rest = [param for param in _params(plan) if param.name not in self.stored]
+        self.stored.update(arena_tensors({param.name: param.storage() for param in rest}))
+
+    def staged(self, item: LoadItem) -> torch.Tensor:
+        return _staged(self._window, self._reader_plan, item)
+
+    def bring(self, raw: torch.Tensor) -> torch.Tensor:
+        return raw
+
+    def working(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def moment(self) -> Any:
+        return None
+
+    def await_moment(self, moment: Any) -> None:
+        """Nothing to wait for: a CPU's work is done when its call returns."""
+
+    def order_after(self, moment: Any) -> None:
+        """Nothing to order."""
+
+    def close(self) -> None:
+        self._window = None
+        self.stored = {}
+
+
+def _staged(window: torch.Tensor | None, read_plan: ReadPlan, item: LoadItem) -> torch.Tensor:
+    assert window is not None
+    start = read_plan.window_offsets[item.index]
+    return window[start : start + item.nbytes]
+
+
+def _views_of_final(plan: LoadPlan, read_plan: ReadPlan, final: mmap.mmap | None) -> StoredTensors:
+    if final is None:
+        return {}
+    whole = torch.frombuffer(final, dtype=torch.uint8)
+    found: StoredTensors = {}
+    for param in _params(plan):
+        for name, spec in param.storage().items():
+            if (param.name, name) in read_plan.final_offsets:
+                found[param.name] = {name: view_of(whole, read_plan.final_offsets[param.name, name], spec)}
+    return found
+
+
+def arena_tensors(storage: Mapping[str, Mapping[str, StoredSpec]]) -> StoredTensors:
+    """Uninitialized tensors for {parameter: {name: spec}}, all in one anonymous mapping of exactly the size needed."""
+    offsets, end = {}, 0
+    for param, specs in storage.items():
+        for name, spec in specs.items():
+            offsets[param, name] = end
+            end += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+    if not end:
+        return {param: {} for param in storage}
+    memory = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):  # not every kernel is built with them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    return {
+        param: {name: view_of(whole, offsets[param, name], spec) for name, spec in specs.items()}
+        for param, specs in storage.items()
+    }
+
+
+def view_of(memory: torch.Tensor, offset: int, spec: StoredSpec) -> torch.Tensor:
+    """A tensor of this spec at an offset of a uint8 tensor."""
+    return memory[offset : offset + spec.nbytes].view(to_torch(spec.dtype)).view(spec.shape)
+
+
+@dataclass
+class _PinnedWindow:
+    """The reader's window, page-locked where it lies."""
+
+    bytes: torch.Tensor
+
+    def __post_init__(self) -> None:
+        code = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
+        if int(code) != 0:
+            raise MemoryError(f"page-locking the window of {self.bytes.numel():,} bytes failed with CUDA error {code}")
+
+    def close(self) -> None:
+        torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+
+
+class CudaDevice:
+    """Stored tensors on a GPU; every item goes through the page-locked window on a stream of its own."""
+
+    def __init__(self, name: str, plan: LoadPlan, reader: Reader) -> None:
+        if not torch.cuda.is_available():
+            raise OptionError(f"--device {name}: torch {torch.__version__} finds no CUDA device; --device cpu runs here")
+        self.torch_device = torch.device(name)
+        self._read_plan = reader.read_plan
+        window = reader.memory(Region.WINDOW)
+        self._pinned = None if window is None else _PinnedWindow(torch.frombuffer(window, dtype=torch.uint8))
+        self._stream = torch.cuda.Stream(self.torch_device)
+        self.stored: StoredTensors = {
+            param.name: {
+                key: torch.empty(spec.shape, dtype=to_torch(spec.dtype), device=self.torch_device)
+                for key, spec in param.storage().items()
+            }
+            for param in _params(plan)
+        }
+        torch.cuda.current_stream(self.torch_device).synchronize()  # once: the allocations precede the copies
+
+    def staged(self, item: LoadItem) -> torch.Tensor:
+        return _staged(self._pinned.bytes if self._pinned else None, self._read_plan, item)
+
+    def bring(self, raw: torch.Tensor) -> torch.Tensor:
+        return raw.to(self.torch_device, non_blocking=True)
+
+    def working(self) -> contextlib.AbstractContextManager[None]:
+        return torch.cuda.stream(self._stream)
+
+    def moment(self) -> Any:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def await_moment(self, moment: Any) -> None:
+        if moment is not None:
+            moment.synchronize()
+
+    def order_after(self, moment: Any) -> None:
+        if moment is not None:
+            torch.cuda.current_stream(self.torch_device).wait_event(moment)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        if self._pinned is not None:
+            self._pinned.close()
+            self._pinned = None
+        self.stored = {}

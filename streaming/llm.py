@@ -1,0 +1,297 @@
+"""`LLM`: the synchronous face of a streamed model, and `open_llm`, the asynchronous one. Importing this needs no torch.
+
+Both do the same in the same order: plan from headers, start the reader, and only then import torch, so that bytes
+arrive while the interpreter is busy.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager, closing
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+from layers.sampling_params import SamplingParams
+from streaming.chat_template import render_chat
+from streaming.clock import RunClock
+from streaming.errors import OptionError, StreamClosedError
+from streaming.generation_config import read_generation_defaults
+from streaming.hooks import Hooks
+from streaming.options import LoadOptions
+from streaming.prepare import Prepared, prepare
+from streaming.reader import Reader, ThreadReader, open_reader
+from streaming.tokenizer import Tokenizer, open_tokenizer
+from streaming.torch_import import import_torch
+from streaming.trace import Tracer
+
+if TYPE_CHECKING:
+    from layers.decoder import DecoderModel
+    from quant.kernels import Kernels
+    from streaming.generate import Completion, Piece
+    from streaming.model import StreamedModel
+    from streaming.residency import LayerState
+    from streaming.stats import Summary
+
+logger = logging.getLogger(__name__)
+Prompt = str | Sequence[int]
+_NO_HOOKS = Hooks()
+
+
+class LoadKeywords(TypedDict, total=False):
+    """The keywords of `LLM` and `open_llm`: LoadOptions by name."""
+
+    load_format: str
+    safetensors_load_strategy: str | None
+    quantization: str
+    quantize_head: bool
+    dtype: str
+    device: str
+    memory: str | int | None
+    window: str | int | None
+    max_model_len: int | None
+    kernels: str
+    threads: int | None
+    reader: str
+    check_weights: bool
+    revision: str | None
+
+
+def start_reader(prepared: Prepared) -> Reader:
+    """Begin to read the planned bytes, in whichever way the options name."""
+    if prepared.options.reader == "threads":
+        return ThreadReader(prepared.read_plan)
+    return open_reader(prepared.read_plan)
+
+
+def bring_torch(tracer: Tracer, clock: RunClock) -> None:
+    """Import torch and what stands on it, noting how long it took."""
+    with tracer.span("import", "torch"):
+        import_torch()
+        import streaming.model  # noqa: F401  (its modules are part of the fixed time)
+    clock.once("imports_done_s")
+
+
+@asynccontextmanager
+async def open_llm(
+    model: str | Path,
+    *,
+    hooks: Hooks = _NO_HOOKS,
+    reader_of: Callable[[Prepared], Reader] = start_reader,
+    **options: Unpack[LoadKeywords],
+) -> AsyncIterator[StreamedModel]:
+    """Open a model in the running event loop; gives it when its shell exists, long before its weights are there.
+
+    `reader_of` makes the reader: tests pass one that holds pieces back. Raises what `prepare` raises; an error of the
+    load is raised once, by whoever waits for the layer or at the end of the block.
+    """
+    import anyio.to_thread
+
+    tracer, clock = Tracer(), RunClock(start_s=time.monotonic())
+    prepared = await anyio.to_thread.run_sync(prepare, str(model), LoadOptions(**options))
+    reader = reader_of(prepared)
+    try:
+        clock.once("load_begin_s")
+        await anyio.to_thread.run_sync(bring_torch, tracer, clock)
+        from streaming.model import run_model
+
+        async with run_model(prepared, reader, tracer=tracer, clock=clock, hooks=hooks) as streamed:
+            yield streamed
+    finally:
+        reader.close()
+
+
+class LLM:
+    """A language model that answers while it loads.
+
+        with LLM("folder-or-file-or-hub-id", quantization="fp8_per_channel") as llm:
+            for text in llm.generate("The sea is"):
+                print(text, end="", flush=True)
+
+    The constructor returns when the shell exists. Keywords are LoadOptions' fields. Raises CheckpointError,
+    ModelConfigError, OptionError, BudgetError before a weight is read; LayerLoadError when a layer cannot be loaded,
+    from whichever call waits for it, or at the end of the `with` block.
+    """
+
+    def __init__(self, model: str | Path, *, hooks: Hooks = _NO_HOOKS, **options: Unpack[LoadKeywords]) -> None:
+        clock = RunClock(start_s=time.monotonic())
+        self._open(prepare(str(model), LoadOptions(**options)), clock, hooks)
+
+    @classmethod
+    def start(cls, prepared: Prepared, *, clock: RunClock | None = None, hooks: Hooks = _NO_HOOKS) -> LLM:
+        """Open a model that has been planned already; `clock` says where its times count from."""
+        llm = cls.__new__(cls)
+        llm._open(prepared, clock or RunClock(start_s=time.monotonic()), hooks)
+        return llm
+
+    def _open(self, prepared: Prepared, clock: RunClock, hooks: Hooks) -> None:
+        self.tracer, self.clock, self.prepared = Tracer(), clock, prepared
+        self._stack, self._closed = ExitStack(), False
+        reader = self._stack.enter_context(closing(start_reader(self.prepared)))
+        try:
+            self.clock.once("load_begin_s")
+            self._tokenizer = self._begin_tokenizer()
+            bring_torch(self.tracer, self.clock)
+            self._model = self._start(reader, hooks)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _begin_tokenizer(self) -> Future[Tokenizer]:
+        """Open the tokenizer beside the import of torch; its error waits for whoever needs it."""
+        pool = ThreadPoolExecutor(1, thread_name_prefix="firstlayer-tokenizer")
+        future = pool.submit(open_tokenizer, self.prepared.checkpoint)
+        pool.shutdown(wait=False)
+        return future
+
+    def _start(self, reader: Reader, hooks: Hooks) -> StreamedModel:
+        from anyio.from_thread import start_blocking_portal
+
+        from streaming.model import run_model
+
+        portal = self._stack.enter_context(start_blocking_portal())
+        running = run_model(self.prepared, reader, tracer=self.tracer, clock=self.clock, hooks=hooks)
+        return self._stack.enter_context(portal.wrap_async_context_manager(running))
+
+    # --- text in, text out
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; raises CheckpointError when it has none (token ids work without)."""
+        return self._tokenizer.result()
+
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """The answer to one prompt (text or token ids), piece by piece, the first as early as it can be."""
+        for piece in self.pieces([prompt], params):
+            if piece.text:
+                yield piece.text
+
+    def pieces(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> Iterator[Piece]:
+        """The answers to several prompts, which share each layer's arrival: pieces in the order in which they come."""
+        from streaming.generate import Piece
+
+        job = self._open_model().submit(self._requests(prompts, params or SamplingParams()), self._text_tokenizer(prompts))
+        for event in job.results():
+            if isinstance(event, Piece):
+                yield event
+
+    def complete(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]:
+        """Finished answers, in the order of the prompts."""
+        before = len(self._open_model().completions)
+        for _ in self.pieces(prompts, params):
+            pass
+        return sorted(self._model.completions[before:], key=lambda completion: completion.index)
+
+    def logits(self, token_ids: Sequence[int]) -> Any:
+        """float32 logits [len(token_ids), vocab] of every position, as a torch tensor."""
+        from streaming.evaluate import prompt_logits
+
+        job = self._open_model().submit_call(lambda runner, stop: prompt_logits(self._model, token_ids, stop))
+        return next(job.results())
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The token ids of a conversation under the model's chat template. Raises OptionError when it has none."""
+        tokenizer = self.tokenizer
+        if tokenizer.chat_template is None:
+            raise OptionError("this model has no chat template: use generate, or give its template in the folder")
+        text = render_chat(
+            tokenizer.chat_template, list(messages), add_generation_prompt=True,
+            special_tokens=tokenizer.special_tokens,
+        )  # fmt: skip
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def _requests(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Any]:
+        from streaming.generate import Request
+
+        stop_ids = frozenset() if params.ignore_eos else frozenset(self.stop_ids)
+        ids = [self.tokenizer.encode(p, add_special_tokens=True) if isinstance(p, str) else list(p) for p in prompts]
+        return [Request(tuple(prompt), _reseeded(params, index), stop_ids) for index, prompt in enumerate(ids)]
+
+    @property
+    def stop_ids(self) -> Sequence[int]:
+        """Ids that end an answer: those of config.json and generation_config.json together."""
+        return read_generation_defaults(self.prepared.checkpoint).eos_ids
+
+    def _text_tokenizer(self, prompts: Sequence[Prompt]) -> Tokenizer | None:
+        """The tokenizer; None where prompts are ids and the model has none."""
+        if any(isinstance(prompt, str) for prompt in prompts):
+            return self.tokenizer
+        return self.tokenizer if self.has_tokenizer else None
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model brings a tokenizer; without one it takes and gives token ids."""
+        return self._tokenizer.exception() is None
+
+    @property
+    def shell(self) -> DecoderModel:
+        """The model's modules. A layer's parameters hold its weights once it is ready."""
+        return self._model.runner.model
+
+    @property
+    def kernels(self) -> Kernels:
+        """Which matmuls run."""
+        return self._model.runner.kernels
+
+    @property
+    def completions(self) -> Sequence[Completion]:
+        """Every answer finished so far, in the order in which they ended."""
+        return self._model.completions
+
+    # --- readiness and accounts
+
+    @property
+    def readiness(self) -> Mapping[str, LayerState]:
+        """The state of every layer now ("embed", "layers.0" ... "head"), in the order of use."""
+        return self._model.readiness
+
+    def wait_ready(self, layer: int | str, timeout: float | None = None) -> bool:
+        """Block until a layer is ready (an int counts decoder layers); False after `timeout` seconds."""
+        return self._model.wait_ready(layer, timeout)
+
+    def on_change(self, callback: Callable[[str, LayerState], None]) -> None:
+        """Call `callback(layer, state)` at every change from now on, in the loader's thread: it must be short."""
+        self._model.on_change(callback)
+
+    def wait_loaded(self) -> None:
+        """Block until every layer is ready; raises what ended the load."""
+        for layer in self._model.readiness:
+            self._model.wait_ready(layer)
+
+    def stats(self) -> Summary:
+        """What is known of the run now."""
+        return self._model.stats()
+
+    def _open_model(self) -> StreamedModel:
+        if self._closed:
+            raise StreamClosedError("the model is closed")
+        return self._model
+
+    def close(self) -> None:
+        """End everything: soon when something is running. Raises the load's error if nobody has seen it."""
+        if not self._closed:
+            self._closed = True
+            self._model.close()
+            self._stack.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception:
+            if error is None:
+                raise
+            logger.debug("closing after an error", exc_info=True)
+
+
+def _reseeded(params: SamplingParams, index: int) -> SamplingParams:
+    """Each prompt of a batch draws its own numbers: seed, seed + 1, ..."""
+    return params if params.seed is None or index == 0 else replace(params, seed=params.seed + index)

@@ -1,0 +1,338 @@
+"""A model that is being streamed in: the pipeline's tasks around it, the forward thread behind it.
+
+`run_model` is the asynchronous core. Everything it starts ends when its block ends: tasks, threads, the reader's
+process, page-locked memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import anyio
+import anyio.to_thread
+import torch
+
+from layers.decoder import DecoderModel, build_shell
+from layers.kv_cache import KVCache, kv_cache_nbytes
+from layers.weights import ParamKind
+from quant.kernels import KernelMode, Kernels
+from streaming.clock import RunClock
+from streaming.device import Device, StoredTensors, open_device
+from streaming.embedding_rows import EmbeddingRows
+from streaming.errors import BudgetError, OptionError, StreamClosedError
+from streaming.forward_thread import ForwardThread, Job, RequestCancelled
+from streaming.generate import Completion, Piece, Request, Timing, generate
+from streaming.hooks import Hooks
+from streaming.memory_watch import MemoryWatch
+from streaming.pipeline import Pipeline
+from streaming.prepare import Prepared
+from streaming.reader import Reader
+from streaming.residency import LayerState, Residency
+from streaming.runner import ModelRunner, choose_threads
+from streaming.sizes import format_size
+from streaming.stats import Summary
+from streaming.tokenizer import Tokenizer
+from streaming.trace import Tracer, lane_seconds
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StreamedModel:
+    """An open model. Made by `run_model`; used by `LLM` and `open_llm`'s callers."""
+
+    prepared: Prepared
+    residency: Residency
+    runner: ModelRunner
+    tracer: Tracer
+    clock: RunClock
+    watch: MemoryWatch
+    load_error: BaseException | None = None
+    warnings: list[str] = field(default_factory=list)
+    closing: bool = False
+    _forward: ForwardThread = field(default_factory=ForwardThread)
+    _timing: Timing = field(default_factory=Timing)
+    _completions: list[Completion] = field(default_factory=list)
+    _cache_nbytes: int = 0
+
+    # --- readiness
+
+    @property
+    def readiness(self) -> Mapping[str, LayerState]:
+        """The state of every layer now, in the order of use."""
+        return self.residency.states()
+
+    def wait_ready(self, layer: int | str, timeout: float | None = None) -> bool:
+        """Block until a layer is ready: True, or False after `timeout` seconds. An int counts decoder layers.
+
+        Raises LayerLoadError when loading fails, StreamClosedError when the model is closed meanwhile.
+        """
+        return self.residency.wait(self._layer_name(layer), timeout)
+
+    def on_change(self, callback: Callable[[str, LayerState], None]) -> None:
+        """Call `callback(layer, state)` at every change from now on, in the loader's thread."""
+        self.residency.on_change(callback)
+
+    def _layer_name(self, layer: int | str) -> str:
+        name = f"layers.{layer}" if isinstance(layer, int) else layer
+        known = self.residency.states()
+        if name not in known:
+            raise OptionError(f"layer {layer!r} is not one of {', '.join(known)}")
+        return name
+
+    # --- work
+
+    def submit(self, requests: Sequence[Request], tokenizer: Tokenizer | None) -> Job:
+        """Generate in the forward thread; the job yields Piece and Completion as they come."""
+        fitting = [self.fitted(request) for request in requests]
+        return self._forward.submit(partial(self._generate, fitting, tokenizer))
+
+    def submit_call(self, call: Callable[[ModelRunner, Callable[[], None]], object]) -> Job:
+        """Run `call(runner, stop)` in the forward thread; the job yields its one result."""
+
+        def work(job: Job) -> Iterator[object]:
+            yield call(self.runner, partial(self._stop, job))
+
+        return self._forward.submit(work)
+
+    def _generate(self, requests: list[Request], tokenizer: Tokenizer | None, job: Job) -> Iterator[Piece | Completion]:
+        self._cache_nbytes = 0
+        timing = self._timing = Timing()
+        stop = partial(self._stop, job)
+        made = generate(
+            self.runner, requests, tokenizer=tokenizer, new_cache=self.new_cache, stop=stop, timing=timing
+        )
+        for value in made:
+            if isinstance(value, Completion):
+                self._completions.append(value)
+            yield value
+
+    def _stop(self, job: Job) -> None:
+        if self.closing:
+            raise StreamClosedError("the model was closed while a request was running")
+        if job.cancelled:
+            raise RequestCancelled
+
+    def fitted(self, request: Request) -> Request:
+        """The request, checked, with max_tokens cut to what the context holds."""
+        if not request.prompt_ids:
+            raise OptionError("the prompt is empty: at least one token is needed")
+        vocab = self.prepared.config.vocab_size
+        wrong = next((token for token in request.prompt_ids if not 0 <= token < vocab), None)
+        if wrong is not None:
+            raise OptionError(f"token id {wrong} is not in the vocabulary of {vocab} (0 to {vocab - 1})")
+        room = self.context_length - len(request.prompt_ids)
+        if room < 1:
+            raise OptionError(
+                f"the prompt has {len(request.prompt_ids)} tokens, and the context holds {self.context_length} with "
+                "the answer: shorten it or raise --max-model-len"
+            )
+        return replace(request, params=replace(request.params, max_tokens=min(request.params.max_tokens, room)))
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of prompt and answer together."""
+        return self.prepared.options.max_model_len or self.prepared.config.max_position_embeddings
+
+    def new_cache(self, max_tokens: int) -> KVCache:
+        """A KV cache for so many tokens, admitted before it is allocated. Raises BudgetError beyond the limit."""
+        config, dtype = self.prepared.config, self.prepared.dtype
+        tokens = min(max_tokens, self.context_length)
+        budget = self.prepared.budget
+        self._cache_nbytes += kv_cache_nbytes(config, max_tokens=tokens, dtype=dtype)
+        needed = budget.peak_nbytes - budget.cache_nbytes + self._cache_nbytes
+        if budget.limit_nbytes is not None and needed > budget.limit_nbytes:
+            raise BudgetError(
+                f"--memory {format_size(budget.limit_nbytes)} is too small for a cache of {tokens} tokens: "
+                f"{format_size(needed)} are needed; ask for fewer tokens or prompts"
+            )
+        return KVCache(config, max_tokens=tokens, dtype=dtype, device=str(self.runner.device.torch_device))
+
+    # --- accounts
+
+    def stats(self) -> Summary:
+        """What is known now: times, bytes, memory, and the last generation's tokens."""
+        clock, timing = self.clock, self._timing
+        first = timing.first_token_s or None
+        seconds = lane_seconds(self.tracer.spans())
+        decode_s = timing.last_token_s - timing.first_token_s
+        rate = timing.decoded / decode_s if timing.decoded and decode_s > 0 else None
+        last = self._completions[-1] if self._completions else None
+        total = sum(len(c.token_ids) for c in self._completions)
+        begun = timing.begun_s
+        peak = self.watch.peak_nbytes
+        return Summary(
+            ttft_s=clock.since_start(first),
+            import_s=clock.since_start(clock.imports_done_s),
+            from_load_s=_between(max(clock.load_begin_s or 0, clock.imports_done_s or 0), first),
+            first_layer_ready_s=clock.since_start(clock.first_ready_s),
+            first_forward_s=clock.since_start(self._first_forward()),
+            load_done_s=clock.since_start(clock.load_end_s),
+            load_s=_between(clock.load_begin_s, clock.load_end_s),
+            forward_s=_between(begun, first),
+            decode_tok_s=rate,
+            tokens_per_s=total / (timing.last_token_s - begun) if total and timing.last_token_s > begun else None,
+            bytes_read=self._bytes_read(),
+            bytes_kept=self.prepared.plan.kept_nbytes,
+            peak_rss_bytes=peak,
+            peak_rss_mb=round(peak / (1 << 20), 1),
+            peak_budget_bytes=self.prepared.budget.peak_nbytes - self.prepared.budget.cache_nbytes + self._cache_nbytes,
+            limit_bytes=self.prepared.budget.limit_nbytes,
+            window_bytes=self.prepared.read_plan.window_nbytes,
+            stalls=dict(self.residency.stalls),
+            stages={lane: value for lane, value in seconds.items() if lane != "stall"},
+            layers_by_scheme=layers_by_scheme(self.prepared),
+            token_ids=list(last.token_ids) if last else [],
+            first_token_id=last.token_ids[0] if last else None,
+            text=last.text if last else None,
+            finish_reason=last.finish_reason if last else None,
+            warnings=tuple(self.warnings),
+        )
+
+    def _first_forward(self) -> float | None:
+        return min((span.start_s for span in self.tracer.spans() if span.lane == "forward"), default=None)
+
+    def _bytes_read(self) -> int:
+        read = [span.args.get("nbytes", 0) for span in self.tracer.spans() if span.lane == "read"]
+        return sum(int(nbytes) for nbytes in read) + self.runner.rows.read_nbytes
+
+    @property
+    def completions(self) -> Sequence[Completion]:
+        """Every answer finished so far."""
+        return self._completions
+
+    def close(self) -> None:
+        """Make whoever waits stop, soon; `run_model` does the rest."""
+        self.closing = True
+        self.residency.close(StreamClosedError("the model was closed"))
+
+    def join(self) -> None:
+        """Wait for the forward thread's end."""
+        self._forward.close()
+
+
+def _between(begin: float | None, end: float | None) -> float | None:
+    return None if begin is None or end is None else end - begin
+
+
+def layers_by_scheme(prepared: Prepared) -> dict[str, int]:
+    """How many layers keep their projections in which scheme ("none" for wide ones)."""
+    counts: Counter[str] = Counter()
+    for spec in prepared.specs:
+        schemes = {param.scheme.name for param in spec.params if param.kind in (ParamKind.LINEAR, ParamKind.HEAD)}
+        counts.update(schemes or ({"none"} if spec.params else set()))
+    return dict(counts)
+
+
+@asynccontextmanager
+async def run_model(
+    prepared: Prepared,
+    reader: Reader,
+    *,
+    tracer: Tracer,
+    clock: RunClock,
+    hooks: Hooks,
+) -> AsyncIterator[StreamedModel]:
+    """Stream the planned model in for the length of the block. Gives the model as soon as its shell exists.
+
+    Raises the load's error once at the end of the block, unless the block itself ended with it.
+    """
+    device = open_device(prepared.options.device, prepared.plan, reader)
+    streamed = _assemble(prepared, reader, device, tracer=tracer, clock=clock, hooks=hooks)
+    told = replace(hooks, warn=partial(_note, streamed, hooks.warn))
+    pipeline = Pipeline(
+        prepared.plan, reader, device, streamed.residency, tracer,
+        threads=streamed.runner.threads.loading, check_weights=prepared.options.check_weights,
+        hooks=told,
+    )  # fmt: skip
+    failure: BaseException | None = None
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_load, pipeline, streamed, device)
+            try:
+                yield streamed
+            except BaseException as error:
+                failure = error  # raised behind the task group, which would wrap it
+            streamed.close()
+            tasks.cancel_scope.cancel()
+    finally:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(_shut_down, streamed, device, reader)
+    if failure is not None:
+        raise failure
+    if streamed.load_error is not None:
+        raise streamed.load_error
+
+
+def _assemble(
+    prepared: Prepared,
+    reader: Reader,
+    device: Device,
+    *,
+    tracer: Tracer,
+    clock: RunClock,
+    hooks: Hooks,
+) -> StreamedModel:
+    shell = build_shell(prepared.config, prepared.specs)
+    attach(shell, device.stored)
+    residency = Residency([spec.name for spec in prepared.specs if spec.params], tracer)
+    residency.on_change(lambda layer, state: clock.once("first_ready_s") if state is LayerState.READY else None)
+    options = prepared.options
+    runner = ModelRunner(
+        shell, device, residency, EmbeddingRows(prepared.plan.table, dtype=prepared.dtype),
+        Kernels.detect(mode=KernelMode(options.kernels)), tracer, choose_threads(options.threads), hooks.layer_outputs,
+    )  # fmt: skip
+    pid = reader.pid
+    watch = MemoryWatch(shared=lambda: reader.shared_nbytes, pids=lambda: [] if pid is None else [pid])
+    streamed = StreamedModel(prepared, residency, runner, tracer, clock, watch)
+    for text in prepared.warnings:
+        _note(streamed, hooks.warn, text)
+    return streamed
+
+
+def _note(streamed: StreamedModel, warn: Callable[[str], None], text: str) -> None:
+    streamed.warnings.append(text)
+    warn(text)
+
+
+async def _load(pipeline: Pipeline, streamed: StreamedModel, device: Device) -> None:
+    try:
+        await pipeline.run()
+        if streamed.prepared.retie:
+            await anyio.to_thread.run_sync(_compare_tied, device.stored, pipeline.hooks.warn)
+        streamed.clock.once("load_end_s")
+        streamed.tracer.mark("load done")
+    except Exception as error:
+        streamed.load_error = error
+
+
+def _compare_tied(stored: StoredTensors, warn: Callable[[str], None]) -> None:
+    """The config ties embedding and head, but both are on disk: the head on disk serves, and the user is told."""
+    table, head = stored["model.embed_tokens.weight"]["weight"], stored["lm_head.weight"]
+    if set(head) != {"weight"}:
+        return
+    if all(torch.equal(a, b) for a, b in zip(table.split(8192), head["weight"].split(8192), strict=True)):
+        logger.info("embedding and head are equal")
+        return
+    warn("the config ties embedding and head, but lm_head.weight on disk differs from it: the one on disk is used")
+
+
+def attach(shell: DecoderModel, stored: StoredTensors) -> None:
+    """Give every parameter of the shell its (still unfilled) memory in place of the meta tensor."""
+    for param, tensors in stored.items():
+        module = param.rpartition(".")[0]
+        for name, tensor in tensors.items():
+            shell.assign(f"{module}.{name}", tensor)
+
+
+def _shut_down(streamed: StreamedModel, device: Device, reader: Reader) -> None:
+    streamed.join()
+    streamed.watch.close()
+    streamed.runner.rows.close()
+    reader.close()
+    device.close()

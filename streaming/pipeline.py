@@ -1,0 +1,252 @@
+"""The pipeline: the tasks that make a load plan true, item by item in plan order.
+
+    reader ──pieces──► collect ──items──► slice ──► quantize ──► publish ──► residency
+
+`collect` learns which pieces have landed and passes items on in plan order. `slice` decodes and converts, `quantize`
+makes the stored form, `publish` tells the residency table. Between the stages nothing is buffered, so at most one wide
+item is in each of them; what bounds the rest is the window, whose items are released as soon as their bytes are used.
+Why it cannot deadlock: pieces are read, and window space is granted, in plan order; every stage handles items in plan
+order; so the earliest item that is not published never waits for a later one.
+
+`async` functions only coordinate; work is a plain function on a worker thread. The first error is raised as
+LayerLoadError (layer, stage, tensor) after the residency table has been closed with it, so the forward pass ends too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_thread
+import torch
+from anyio.abc import ObjectReceiveStream, ObjectSendStream
+
+from streaming.device import Device
+from streaming.errors import LayerLoadError, StreamClosedError, StreamingError
+from streaming.hooks import Hooks
+from streaming.plan import LayerPlan, LoadItem, LoadPlan
+from streaming.reader import Completion, Reader
+from streaming.residency import Residency
+from streaming.stages import is_quantized, item_views, needs_decoding, needs_host, slice_item, store_item
+from streaming.trace import Tracer
+from streaming.weight_checks import WeightChecks
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Work:
+    """An item on its way: its wide numbers (None where the bytes already lie in their place), and its last event."""
+
+    item: LoadItem
+    wide: torch.Tensor | None = None
+    moment: Any = None
+
+
+@dataclass
+class Pipeline:
+    """One load. `run()` returns when everything is published; cancelling it ends it within one piece of work."""
+
+    plan: LoadPlan
+    reader: Reader
+    device: Device
+    residency: Residency
+    tracer: Tracer
+    threads: int = 1  # of torch's own, within one worker
+    check_weights: bool = False
+    hooks: Hooks = field(default_factory=Hooks)
+    checks: WeightChecks = field(default_factory=WeightChecks)
+    _released: int = 0
+    _seconds: dict[tuple[str, str], float] = field(default_factory=dict)  # (layer, stage) -> work so far
+    _last: dict[int, LayerPlan] = field(default_factory=dict)  # a layer's last item -> the layer
+
+    async def run(self) -> None:
+        """Load everything. Raises LayerLoadError for the first item that fails, WorkerError when the reader dies."""
+        self._last.update({layer.items[-1].index: layer for layer in self.plan.layers if layer.items})
+        try:
+            await self._run_stages()
+        except BaseExceptionGroup as group:  # one cause is one error
+            error = _first_cause(group)
+            self.residency.close(error)
+            raise error from error.__cause__
+        except BaseException as error:
+            cancelled = isinstance(error, anyio.get_cancelled_exc_class())
+            self.residency.close(StreamClosedError("the model was closed") if cancelled else error)
+            raise
+
+    async def _run_stages(self) -> None:
+        read_send, read_receive = anyio.create_memory_object_stream[LoadItem](len(self.plan.items) + 1)
+        wide_send, wide_receive = anyio.create_memory_object_stream[_Work](0)
+        kept_send, kept_receive = anyio.create_memory_object_stream[_Work](0)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._collect, read_send)
+            tasks.start_soon(self._slice, read_receive, wide_send)
+            tasks.start_soon(self._quantize, wide_receive, kept_send)
+            tasks.start_soon(self._publish, kept_receive)
+
+    # --- read
+
+    async def _collect(self, send: ObjectSendStream[LoadItem]) -> None:
+        items, pieces = self.plan.items, self.reader.read_plan.pieces
+        missing = [0] * len(items)
+        for piece in pieces:
+            missing[piece.item] += 1
+        following = 0
+        for layer in self.plan.layers[:1]:
+            self.residency.reserve(layer.name)
+        async with send:
+            while following < len(items):
+                while following < len(items) and missing[following] == 0:
+                    self._passed(items[following], "read")
+                    await send.send(items[following])
+                    following += 1
+                if following == len(items):
+                    break
+                await anyio.wait_readable(self.reader.fileno())
+                for done in self.reader.completions():
+                    self._note_read(done, items[pieces[done.piece].item])
+                    missing[pieces[done.piece].item] -= 1
+
+    def _note_read(self, done: Completion, item: LoadItem) -> None:
+        piece = self.reader.read_plan.pieces[done.piece]
+        self.tracer.add(
+            "read", item.tensor.name, start_s=done.start_s, end_s=done.end_s, layer=item.layer,
+            args={"nbytes": piece.nbytes},
+        )  # fmt: skip
+        self._spend(item, "read", done.end_s - done.start_s)
+        if done.error is not None:
+            raise LayerLoadError(item.layer, "read", item.tensor.name, read_fault(item, done.error))
+
+    # --- slice and quantize
+
+    async def _slice(self, receive: ObjectReceiveStream[LoadItem], send: ObjectSendStream[_Work]) -> None:
+        async with receive, send:
+            async for item in receive:
+                self.residency.reserve(item.layer)
+                self.residency.mark(item.layer, "slice")
+                await send.send(await self._worker(item, "slice", self._slice_now))
+
+    def _slice_now(self, item: LoadItem) -> _Work:
+        if item.direct:
+            with self._span("slice", item):
+                (view,) = item_views(item, self.device.stored[item.param.name]).values()
+                self.checks.add(item, view)
+            return _Work(item)
+        raw = self.device.staged(item)
+        with self.device.working(), self._span("slice", item):
+            wide = self._wide(item, raw)
+            self.checks.add(item, wide)
+        return _Work(item, wide, self.device.moment())
+
+    def _wide(self, item: LoadItem, raw: torch.Tensor) -> torch.Tensor:
+        if needs_host(item):
+            return self.device.bring(slice_item(item, raw, self._final_view(item)))
+        return slice_item(item, self.device.bring(raw), self._final_view(item))
+
+    def _final_view(self, item: LoadItem) -> torch.Tensor | None:
+        """Where a converted item that is not quantized can be written at once."""
+        if is_quantized(item) or not needs_decoding(item) or self.device.torch_device.type != "cpu":
+            return None
+        (view,) = item_views(item, self.device.stored[item.param.name]).values()
+        return view
+
+    async def _quantize(self, receive: ObjectReceiveStream[_Work], send: ObjectSendStream[_Work]) -> None:
+        async with receive, send:
+            async for work in receive:
+                if work.wide is not None:
+                    self.residency.mark(work.item.layer, "quantize")
+                    work = await self._worker(work.item, "quantize", partial(self._quantize_now, work))
+                    self._release()
+                self._passed(work.item, "quantize")
+                await send.send(work)
+
+    def _quantize_now(self, work: _Work, item: LoadItem) -> _Work:
+        assert work.wide is not None
+        with self.device.working(), self._span("quantize", item):
+            store_item(item, work.wide, item_views(item, self.device.stored[item.param.name]))
+        moment = self.device.moment()
+        self.device.await_moment(work.moment)  # the window's bytes are on the device: they may be overwritten
+        return _Work(item, None, moment)
+
+    def _release(self) -> None:
+        self._released += 1
+        self.reader.release(self._released)
+
+    # --- publish
+
+    async def _publish(self, receive: ObjectReceiveStream[_Work]) -> None:
+        async with receive:
+            async for work in receive:
+                item = work.item
+                self._judge(item)
+                with self._span("publish", item):
+                    if work.moment is None:
+                        self.residency.publish_rows(item.param.name, published_rows(item))
+                    if item.index in self._last:
+                        self.residency.publish(item.layer, event=work.moment)
+                self.residency.mark(item.layer, "read")
+                self._passed(item, "publish")
+
+    def _judge(self, item: LoadItem) -> None:
+        if self.device.torch_device.type != "cpu" and not self.check_weights and item.index < len(self.plan.items) - 1:
+            return  # a look at the numbers would wait for the device: once, at the end
+        for fault in self.checks.judge():
+            if self.check_weights:
+                raise LayerLoadError(item.layer, "check", item.tensor.name, fault)
+            self.hooks.warn(fault)
+
+    def _passed(self, item: LoadItem, stage: str) -> None:
+        """An item has left a stage; with the layer's last one the whole layer has."""
+        if (layer := self._last.get(item.index)) is not None:
+            nbytes = layer.read_nbytes if stage == "read" else layer.kept_nbytes
+            self.hooks.on_stage(layer.name, stage, nbytes, self._seconds.get((layer.name, stage), 0.0))
+
+    # --- workers
+
+    async def _worker(self, item: LoadItem, stage: str, work: Callable[[LoadItem], T]) -> T:
+        try:
+            return await anyio.to_thread.run_sync(self._in_worker, work, item, stage)
+        except (StreamingError, MemoryError) as error:
+            raise LayerLoadError(item.layer, stage, item.tensor.name, error) from error
+        except Exception as error:
+            raise LayerLoadError(item.layer, stage, item.tensor.name, f"{type(error).__name__}: {error}") from error
+
+    def _in_worker(self, work: Callable[[LoadItem], T], item: LoadItem, stage: str) -> T:
+        begin = time.monotonic()
+        torch.set_num_threads(self.threads)  # thread-local, as is the next: both belong into the worker
+        try:
+            with torch.inference_mode():
+                return work(item)
+        finally:
+            self._spend(item, stage, time.monotonic() - begin)
+
+    def _spend(self, item: LoadItem, stage: str, seconds: float) -> None:
+        self._seconds[item.layer, stage] = self._seconds.get((item.layer, stage), 0.0) + seconds
+
+    def _span(self, lane: str, item: LoadItem) -> Any:
+        return self.tracer.span(lane, item.tensor.name, layer=item.layer)
+
+
+def published_rows(item: LoadItem) -> int:
+    """How many of the parameter's first rows are there once this item is (items of a parameter come in order)."""
+    return sum(item.param.section_rows[: item.section]) + item.section_rows[1]
+
+
+def read_fault(item: LoadItem, error: int | str) -> str:
+    """What went wrong with a read, in words."""
+    if error == "short":
+        return f"{item.tensor.file} ended before its byte {item.file_offset + item.nbytes:,}: it shrank during the load"
+    assert isinstance(error, int)
+    return f"{item.tensor.file}: {os.strerror(error)}"
+
+
+def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = group.exceptions[0]
+    return _first_cause(first) if isinstance(first, BaseExceptionGroup) else first

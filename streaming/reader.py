@@ -1,0 +1,266 @@
+"""Readers: whoever fills the regions of a ReadPlan with bytes, and reports each piece as it lands.
+
+`ProcessReader` is a process of its own, started before torch is imported; its memory is shared with this one, so a
+byte is copied once, from the page cache to where it stays. `ThreadReader` does the same with threads, where memory
+cannot be shared by a descriptor, and for tests that hold pieces back. Both report through a pipe, which the event loop
+waits for. This module imports neither torch nor anyio.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from streaming import reading
+from streaming.errors import CheckpointError, WorkerError
+from streaming.read_plan import ReadPlan, Region
+
+READ_THREADS = 2  # enough to keep a local disk's queue filled; more take time from the one who computes
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One piece that was read, or failed: error is None, an errno, or "short" when the file ended too early."""
+
+    piece: int
+    error: int | str | None
+    start_s: float
+    end_s: float
+
+
+class Reader(Protocol):
+    """A ReadPlan being carried out."""
+
+    @property
+    def read_plan(self) -> ReadPlan:
+        """What is read."""
+        ...
+
+    @property
+    def pid(self) -> int | None:
+        """The process that reads, when it is not this one."""
+        ...
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Bytes of shared memory that hold data now, in whichever process they are mapped; 0 when none is shared."""
+        ...
+
+    def memory(self, region: Region) -> mmap.mmap | None:
+        """The region's memory; None where the plan puts nothing there."""
+        ...
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when completions are waiting."""
+        ...
+
+    def completions(self) -> list[Completion]:
+        """The completions that have arrived since; raises WorkerError when the reader is gone before its time."""
+        ...
+
+    def release(self, count: int) -> None:
+        """Say that `count` items of the window have been released in all."""
+        ...
+
+    def close(self) -> None:
+        """Stop reading and give descriptors back. Memory goes with its last user. Safe to call twice."""
+        ...
+
+
+def open_reader(read_plan: ReadPlan, *, threads: int = READ_THREADS) -> Reader:
+    """Start reading: in a process of its own where memory can be shared by a descriptor, in threads elsewhere."""
+    if hasattr(os, "memfd_create"):
+        return ProcessReader(read_plan, threads=threads)
+    return ThreadReader(read_plan, threads=threads)
+
+
+class _Records:
+    """Whole records out of a pipe that may hand over parts of them."""
+
+    def __init__(self, descriptor: int, total: int) -> None:
+        os.set_blocking(descriptor, False)
+        self.descriptor, self._total, self._seen, self._rest = descriptor, total, 0, b""
+
+    def take(self) -> list[Completion]:
+        data = self._rest
+        while chunk := self._chunk():
+            data += chunk
+        whole = len(data) - len(data) % reading.RECORD.size
+        self._rest = data[whole:]
+        found = [_completion(*fields) for fields in reading.RECORD.iter_unpack(data[:whole])]
+        self._seen += len(found)
+        return found
+
+    def _chunk(self) -> bytes:
+        try:
+            chunk = os.read(self.descriptor, 1 << 16)
+        except BlockingIOError:
+            return b""
+        if not chunk and self._seen < self._total:
+            raise WorkerError(f"the reader ended after {self._seen} of {self._total} pieces")
+        return chunk
+
+
+def _completion(piece: int, code: int, start_s: float, end_s: float) -> Completion:
+    return Completion(piece, "short" if code == reading.SHORT else code or None, start_s, end_s)
+
+
+def _flat(read_plan: ReadPlan) -> list[tuple[int, int, int, int, int, int]]:
+    return [(p.file, p.file_offset, p.nbytes, int(p.region), p.dest, p.released) for p in read_plan.pieces]
+
+
+def open_files(read_plan: ReadPlan) -> list[int]:
+    """Open every file that is read, once; raises CheckpointError naming the one that cannot be."""
+    descriptors: list[int] = []
+    for file in read_plan.files:
+        try:
+            descriptors.append(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            _close_all(descriptors)
+            raise CheckpointError(f"{file}: {error.strerror}") from error
+    return descriptors
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    descriptors.clear()
+
+
+class ProcessReader:
+    """A reader in a process of its own, writing into memory that both processes map."""
+
+    def __init__(self, read_plan: ReadPlan, *, threads: int = READ_THREADS) -> None:
+        self.read_plan = read_plan
+        self._shared: dict[Region, int] = {}
+        self._memory: dict[Region, mmap.mmap] = {}
+        files = open_files(read_plan)
+        try:
+            self._share(Region.FINAL, read_plan.final_nbytes)
+            self._share(Region.WINDOW, read_plan.window_nbytes)
+            inherited = [*files, *self._shared.values()]
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(Path(reading.__file__))],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=inherited, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise WorkerError(f"the reader process could not be started: {error}") from error
+        finally:
+            job = self._job(files, threads)
+            _close_all(files)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._records = _Records(self._process.stdout.fileno(), len(read_plan.pieces))
+        self._send(job)
+
+    def _share(self, region: Region, nbytes: int) -> None:
+        if nbytes:
+            descriptor = os.memfd_create(f"firstlayer-{region.name.lower()}", os.MFD_CLOEXEC)
+            self._shared[region] = descriptor
+            os.ftruncate(descriptor, nbytes)
+            self._memory[region] = mmap.mmap(descriptor, nbytes)
+
+    def _job(self, files: list[int], threads: int) -> bytes:
+        sizes = {Region.FINAL: self.read_plan.final_nbytes, Region.WINDOW: self.read_plan.window_nbytes}
+        regions = [(self._shared.get(region, -1), sizes[region]) for region in Region]
+        job = {"descriptors": files, "regions": regions, "pieces": _flat(self.read_plan), "threads": threads}
+        return json.dumps(job).encode() + b"\n"
+
+    def _send(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ValueError):  # its end is noticed where completions are taken
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    @property
+    def shared_nbytes(self) -> int:
+        return sum(os.fstat(descriptor).st_blocks * 512 for descriptor in self._shared.values())
+
+    def memory(self, region: Region) -> mmap.mmap | None:
+        return self._memory.get(region)
+
+    def fileno(self) -> int:
+        return self._records.descriptor
+
+    def completions(self) -> list[Completion]:
+        return self._records.take()
+
+    def release(self, count: int) -> None:
+        self._send(reading.COUNT.pack(count))
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.stdout.close()
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        _close_all(list(self._shared.values()))
+        self._shared.clear()
+        self._memory.clear()
+
+
+class ThreadReader:
+    """A reader on threads of this process. `before` is called with each piece's index before it is read."""
+
+    def __init__(
+        self, read_plan: ReadPlan, *, threads: int = READ_THREADS, before: Callable[[int], None] | None = None
+    ) -> None:
+        self.read_plan = read_plan
+        sizes = {Region.FINAL: read_plan.final_nbytes, Region.WINDOW: read_plan.window_nbytes}
+        self._memory = {region: mmap.mmap(-1, size) for region, size in sizes.items() if size}
+        self._files = open_files(read_plan)
+        receive, self._pipe = os.pipe()
+        self._records = _Records(receive, len(read_plan.pieces))
+        regions = [memoryview(self._memory.get(region, b"")) for region in Region]
+        self._reader = reading.PieceReader(_flat(read_plan), self._files, regions, self._report, before=before)
+        self._threads = [threading.Thread(target=self._reader.run, name="firstlayer-read", daemon=True) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def _report(self, record: bytes) -> None:
+        os.write(self._pipe, record)
+
+    @property
+    def pid(self) -> int | None:
+        return None
+
+    @property
+    def shared_nbytes(self) -> int:
+        return 0
+
+    def memory(self, region: Region) -> mmap.mmap | None:
+        return self._memory.get(region)
+
+    def fileno(self) -> int:
+        return self._records.descriptor
+
+    def completions(self) -> list[Completion]:
+        return self._records.take()
+
+    def release(self, count: int) -> None:
+        self._reader.release(count)
+
+    def close(self) -> None:
+        if self._pipe < 0:
+            return
+        self._reader.stop()
+        for thread in self._threads:
+            thread.join(timeout=1.0)  # a read that hangs in the kernel cannot be cut short; it holds nothing else
+        _close_all([*self._files, self._pipe, self._records.descriptor])
+        self._pipe = -1
+        self._memory.clear()

@@ -1,0 +1,182 @@
+"""The residency table: which layers are in memory, and the one place where the forward pass waits.
+
+The loader publishes (in plan order), the forward thread leases. This is the only object that crosses threads; one lock
+guards it. Everything that can end the wait of a forward thread comes through here: a layer that is ready, an error of
+the loader, a model that is closed, a request that is cancelled.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+from streaming.errors import StreamClosedError
+from streaming.trace import Tracer
+
+
+class LayerState(Enum):
+    """How far a layer is."""
+
+    EMPTY = "empty"
+    LOADING = "loading"
+    READY = "ready"
+
+
+class Residency:
+    """States of all layers. `ready` means: read, cut, converted, quantized, post-processed, visible to the compute."""
+
+    def __init__(self, layers: Sequence[str], tracer: Tracer) -> None:
+        self._states = dict.fromkeys(layers, LayerState.EMPTY)
+        self._stages = dict.fromkeys(layers, "read")
+        self._unready = len(layers)
+        self._events: dict[str, Any] = {}
+        self._rows: dict[str, int] = {}
+        self._leases = dict.fromkeys(layers, 0)
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._callbacks: list[Callable[[str, LayerState], None]] = []
+        self._tracer = tracer
+        self.stalls: dict[str, float] = {}
+
+    # --- the loader's side
+
+    def reserve(self, layer: str) -> None:
+        """The layer's memory is set aside and its first bytes are on their way."""
+        self._set(layer, LayerState.LOADING)
+
+    def mark(self, layer: str, stage: str) -> None:
+        """The earliest item of the layer that is not ready is in this stage now (what a waiting forward is told)."""
+        with self._changed:
+            self._stages[layer] = stage
+            self._changed.notify_all()
+
+    def publish_rows(self, param: str, rows: int) -> None:
+        """The first `rows` rows of a parameter are in their place and may be used."""
+        with self._changed:
+            self._rows[param] = rows
+            self._changed.notify_all()
+
+    def publish(self, layer: str, *, event: Any = None) -> None:
+        """The whole layer is in its place. `event` is what a device's compute stream must wait for, if anything."""
+        with self._changed:
+            self._events[layer] = event
+        self._set(layer, LayerState.READY)
+
+    def evict(self, layer: str) -> None:
+        """The layer's memory is given back; refused while it is leased."""
+        with self._changed:
+            if self._leases[layer]:
+                raise RuntimeError(f"layer {layer} is in use and cannot be evicted")
+        self._set(layer, LayerState.EMPTY)
+
+    def close(self, error: BaseException) -> None:
+        """Wake whoever waits with `error`; the first one stays."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _set(self, layer: str, state: LayerState) -> None:
+        with self._changed:
+            if (self._states[layer] is LayerState.READY) != (state is LayerState.READY):
+                self._unready += -1 if state is LayerState.READY else 1
+            self._states[layer] = state
+            callbacks = list(self._callbacks)
+            self._changed.notify_all()
+        for callback in callbacks:
+            callback(layer, state)
+
+    # --- the forward's side
+
+    @contextmanager
+    def lease(self, layer: str, *, stop: Callable[[], None]) -> Iterator[Any]:
+        """Wait until the layer is ready and keep it while the block runs; gives the event to wait for, or None.
+
+        `stop` is called whenever the wait is disturbed, and raises when the request is cancelled.
+        """
+        self._await(layer, lambda: self._states[layer] is LayerState.READY, stop)
+        with self._changed:
+            self._leases[layer] += 1
+            event = self._events.get(layer)
+        try:
+            yield event
+        finally:
+            with self._changed:
+                self._leases[layer] -= 1
+
+    def lease_rows(self, layer: str, param: str, rows: int, *, stop: Callable[[], None]) -> None:
+        """Wait until the first `rows` rows of a parameter are there; rows, once there, stay until the layer is evicted."""
+        self._await(layer, lambda: self._rows.get(param, 0) >= rows or self.is_ready(layer), stop)
+
+    def wake(self) -> None:
+        """Make every waiting thread look again (at its own reason to stop)."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def _await(self, layer: str, done: Callable[[], bool], stop: Callable[[], None]) -> None:
+        with self._changed:
+            stage, begin = self._stages[layer], time.monotonic()
+            while not done():
+                self._raise_if_closed(layer)
+                stop()
+                self._changed.wait()
+                if self._stages[layer] != stage:
+                    self._stalled(layer, stage, begin)
+                    stage, begin = self._stages[layer], time.monotonic()
+            self._stalled(layer, stage, begin)
+
+    def _stalled(self, layer: str, stage: str, begin: float) -> None:
+        """Book the time since `begin` on the stage in which the layer was: one span, so the trace says what was missing."""
+        now = time.monotonic()
+        if now - begin > _SHORTEST_STALL_S:
+            self.stalls[stage] = self.stalls.get(stage, 0.0) + now - begin
+            self._tracer.add("stall", stage, start_s=begin, end_s=now, layer=layer)
+
+    def _raise_if_closed(self, layer: str) -> None:
+        if isinstance(self._error, StreamClosedError):
+            raise StreamClosedError(f"the model was closed while layer {layer} was awaited")
+        if self._error is not None:
+            raise self._error
+
+    # --- whoever asks
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why loading ended early, if it did."""
+        return self._error
+
+    def states(self) -> dict[str, LayerState]:
+        """The state of every layer, in the order of use."""
+        with self._changed:
+            return dict(self._states)
+
+    def is_ready(self, layer: str) -> bool:
+        """Whether the layer is ready now."""
+        return self._states[layer] is LayerState.READY
+
+    def all_ready(self) -> bool:
+        """Whether nothing is left to load."""
+        return self._unready == 0
+
+    def wait(self, layer: str, timeout: float | None = None) -> bool:
+        """Block until the layer is ready: True, or False after `timeout` seconds. Raises what ended the load."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while self._states[layer] is not LayerState.READY:
+                self._raise_if_closed(layer)
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                self._changed.wait(left)
+            return True
+
+    def on_change(self, callback: Callable[[str, LayerState], None]) -> None:
+        """Call `callback(layer, state)` at every change from now on, in the loader's thread: it must be short."""
+        with self._changed:
+            self._callbacks.append(callback)
+
+
+_SHORTEST_STALL_S = 0.0005

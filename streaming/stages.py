@@ -1,0 +1,90 @@
+"""The stages as plain functions: from an item's bytes to its place in the stored tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from layers.weights import ParamKind
+from quant.dtypes import DType, to_torch
+from streaming.checkpoint.decode import decode_into
+from streaming.plan import LoadItem
+
+
+def needs_host(item: LoadItem) -> bool:
+    """Whether its bytes can only be decoded by the CPU (block formats, permuted rows, the other byte order)."""
+    return not item.tensor.is_plain
+
+
+def is_quantized(item: LoadItem) -> bool:
+    """Whether the item is kept in another form than its wide numbers."""
+    return item.param.kind in (ParamKind.LINEAR, ParamKind.HEAD) and item.param.scheme.name != "none"
+
+
+def wide_dtype(item: LoadItem) -> DType:
+    """The dtype of the numbers that the slice stage hands on: a weight is quantized from what is on disk."""
+    if not is_quantized(item):
+        return item.param.dtype
+    return item.tensor.dtype if item.tensor.is_plain else DType.F32
+
+
+def needs_decoding(item: LoadItem) -> bool:
+    """Whether the bytes on disk are not yet those numbers."""
+    return not item.tensor.is_plain or item.tensor.dtype is not wide_dtype(item)
+
+
+def item_views(item: LoadItem, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parts of a parameter's stored tensors that this item fills: rows of a section, with the scales of those rows."""
+    rows = item.param.sections[item.section].rows
+    if item.param.kind in (ParamKind.LINEAR, ParamKind.HEAD):
+        views = item.param.scheme.section_views(stored, item.param.section_rows, item.section)
+        multiple = item.param.scheme.row_multiple
+    else:
+        first = sum(item.param.section_rows[: item.section])
+        views = {name: tensor[first : first + rows] for name, tensor in stored.items()}
+        multiple = 1
+    if item.section_rows == (0, rows):
+        return views
+    return {name: _rows_of(view, item.section_rows, rows, multiple) for name, view in views.items()}
+
+
+def _rows_of(view: torch.Tensor, run: tuple[int, int], rows: int, multiple: int) -> torch.Tensor:
+    if view.shape[0] == rows:
+        return view[run[0] : run[1]]
+    return view[run[0] // multiple : -(-run[1] // multiple)]  # one row of scales per block of rows
+
+
+def slice_item(item: LoadItem, raw: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """The item's wide numbers [rows, ...] in `wide_dtype`: uint8 `raw` is decoded, permuted, converted.
+
+    With `out` they are written there (and that is returned); without, a plain item is a view of `raw`.
+    """
+    shape = (item.rows[1] - item.rows[0], *item.param.shape[1:])
+    dtype = to_torch(wide_dtype(item))
+    if not needs_decoding(item):
+        return raw.view(dtype).view(shape)
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=raw.device)
+    if item.tensor.is_plain:
+        out.copy_(_plain(raw, item).view(shape))
+    else:
+        decode_into(item.tensor, raw, out, first_row=item.rows[0])
+    return out
+
+
+def _plain(raw: torch.Tensor, item: LoadItem) -> torch.Tensor:
+    source = to_torch(item.tensor.dtype)
+    if raw.data_ptr() % source.itemsize:  # a view needs aligned bytes; window slots give them, other callers may not
+        raw = raw.clone()
+    return raw.view(source)
+
+
+def store_item(item: LoadItem, wide: torch.Tensor, views: Mapping[str, torch.Tensor]) -> None:
+    """Put the wide numbers into their place: quantized where the parameter has a scheme, copied where not."""
+    if is_quantized(item):
+        item.param.scheme.quantize_into(wide, views)
+        return
+    (target,) = views.values()
+    if target.data_ptr() != wide.data_ptr():
+        target.copy_(wide)

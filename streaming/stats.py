@@ -1,0 +1,95 @@
+"""The summary of a run: where the time went, what was read and kept, and how much memory it took."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from streaming.sizes import format_size
+
+
+def process_start_s() -> float:
+    """When this process began, on time.monotonic's clock (to 10 ms: the kernel keeps it in clock ticks)."""
+    try:
+        with open("/proc/self/stat", encoding="ascii") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+    except OSError:
+        return time.monotonic() - time.process_time()
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - max(0.0, age)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Seconds count from the start of the process unless said otherwise; None where it did not come to that.
+
+    `from_load_s`: to the first token, from the moment imports were done (or from the call, where they were before).
+    `peak_rss_bytes`: the peak over all processes, shared memory once. `stalls`: seconds the forward pass waited, by the
+    stage in which the missing layer was.
+    """
+
+    ttft_s: float | None = None
+    import_s: float | None = None
+    from_load_s: float | None = None
+    first_layer_ready_s: float | None = None
+    first_forward_s: float | None = None
+    load_done_s: float | None = None
+    load_s: float | None = None
+    forward_s: float | None = None
+    decode_tok_s: float | None = None
+    tokens_per_s: float | None = None
+    bytes_read: int = 0
+    bytes_kept: int = 0
+    peak_rss_bytes: int = 0
+    peak_rss_mb: float = 0.0
+    peak_budget_bytes: int = 0
+    limit_bytes: int | None = None
+    window_bytes: int = 0
+    stalls: Mapping[str, float] = field(default_factory=dict)
+    stages: Mapping[str, float] = field(default_factory=dict)
+    layers_by_scheme: Mapping[str, int] = field(default_factory=dict)
+    token_ids: list[int] = field(default_factory=list)
+    first_token_id: int | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+    warnings: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON: seconds to the millisecond's tenth, everything else as it is."""
+        return {key: round(value, 4) if isinstance(value, float) else _rounded(value) for key, value in asdict(self).items()}
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: round(item, 4) if isinstance(item, float) else item for key, item in value.items()}
+    return value
+
+
+def summary_lines(summary: Summary) -> list[str]:
+    """The summary for people, a fact per line."""
+    schemes = ", ".join(f"{count} {name}" for name, count in summary.layers_by_scheme.items())
+    lines = [
+        _fact("first token", _s(summary.ttft_s), f"from process start; {_s(summary.from_load_s)} from load"),
+        _fact("first layer", _s(summary.first_layer_ready_s), f"ready; its forward began at {_s(summary.first_forward_s)}"),
+        _fact("load done", _s(summary.load_done_s), f"{format_size(summary.bytes_read)} read, {schemes} weights kept "
+              f"in {format_size(summary.bytes_kept)}"),
+        _fact("time", "", ", ".join(f"{name} {_s(value)}" for name, value in summary.stages.items())),
+        _fact("stalls", "", ", ".join(f"{k} {_s(v)}" for k, v in summary.stalls.items()) or "none"),
+        _fact("memory", format_size(summary.peak_rss_bytes), f"peak of all processes; the plan's own share "
+              f"{format_size(summary.peak_budget_bytes)}, limit "
+              f"{format_size(summary.limit_bytes) if summary.limit_bytes else 'none'}"),
+    ]  # fmt: skip
+    if summary.tokens_per_s is not None:
+        rate = f"{summary.decode_tok_s:.1f} tok/s" if summary.decode_tok_s else "-"
+        lines.append(_fact("decode", rate, f"{len(summary.token_ids)} tokens, ended by {summary.finish_reason}"))
+    return lines
+
+
+def _fact(name: str, value: str, more: str) -> str:
+    return f"{name:<12} {value:>10}  {more}" if value else f"{name:<12} {more}"
+
+
+def _s(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.3f} s"

@@ -1,0 +1,51 @@
+"""What only the numbers show: tensors with NaN or infinity, and tensors of nothing but zeros (a broken download)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import torch
+
+from layers.weights import ParamKind
+from streaming.plan import LoadItem
+
+logger = logging.getLogger(__name__)
+
+
+class WeightChecks:
+    """Gathers least and greatest of every tensor, part by part as they arrive; judged when the tensor is whole."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[torch.Tensor]] = {}
+        self._rows: dict[str, int] = {}
+        self._whole: list[tuple[LoadItem, str]] = []
+        self.faults: list[str] = []
+
+    def add(self, item: LoadItem, wide: torch.Tensor) -> None:
+        """Look at one item's wide numbers: one pass, no wait for a device."""
+        if item.param.kind is ParamKind.BIAS or wide.numel() == 0:
+            return  # zeros are what a bias often is, and a bias is never quantized
+        name = item.tensor.name
+        self._parts.setdefault(name, []).append(torch.stack(torch.aminmax(wide)))
+        self._rows[name] = self._rows.get(name, 0) + item.rows[1] - item.rows[0]
+        if self._rows[name] >= item.tensor.shape[0]:
+            self._whole.append((item, name))
+
+    def judge(self) -> Iterator[str]:
+        """New faults of tensors that are whole by now, one line each. Waits for the device that holds the numbers."""
+        while self._whole:
+            item, name = self._whole.pop()
+            if fault := fault_of(torch.stack(self._parts.pop(name)).double()):
+                line = f"{name} in {item.tensor.file.name} {fault}"
+                self.faults.append(line)
+                yield line
+
+
+def fault_of(extremes: torch.Tensor) -> str | None:
+    """What is wrong with a tensor whose parts have these least and greatest numbers [parts, 2], if anything."""
+    if extremes.isnan().any():
+        return "holds NaN"
+    if extremes.isinf().any():
+        return "holds infinity"
+    return None if extremes.any() else "holds only zeros: is the download complete?"
