@@ -98,8 +98,9 @@ class DecoderModel(nn.Module):
         hidden, rope = self.embed(batch.token_ids, ctx), self.rope(batch)
         for layer in self.layers:
             hidden = layer(hidden, batch, rope, ctx)
+        logits = self.head(hidden if rows is None else hidden[list(rows)], ctx)
         batch.advance()
-        return self.head(hidden if rows is None else hidden[list(rows)], ctx)
+        return logits
 
     def assign(self, name: str, tensor: torch.Tensor) -> None:
         """Put a tensor in the place of the stored parameter `name`. Raises ValueError when shape or dtype differ."""

@@ -36,8 +36,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, limits in _RANGES.items():
             _check(name, getattr(self, name), *limits)
-        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
-            raise ValueError(f"stop is {self.stop!r}: it must be a tuple of texts that are not empty")
+        _check_stop(self.stop)
+        _check_flag("ignore_eos", self.ignore_eos)
 
     @property
     def is_greedy(self) -> bool:
@@ -61,11 +61,20 @@ def _check(name: str, value: object, is_integer: bool, least: float, including: 
     if value is None and name == "seed":
         return
     wanted = _described(is_integer, least, including, largest)
-    kinds = int if is_integer else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int if is_integer else int | float) or not isfinite(value):
         raise ValueError(f"{name} is {value!r}: it must be {wanted}")
     if value < least or value > largest or (value == least and not including):
         raise ValueError(f"{name} is {value!r}: it must be {wanted}")
+
+
+def _check_stop(value: object) -> None:
+    if not isinstance(value, tuple) or not all(isinstance(text, str) and text for text in value):
+        raise ValueError(f"stop is {value!r}: it must be a tuple of texts that are not empty")
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}: it must be True or False")
 
 
 def _described(is_integer: bool, least: float, including: bool, largest: float) -> str:

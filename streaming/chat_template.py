@@ -1,4 +1,4 @@
-"""A conversation as the text that a model was trained on: its chat template, rendered as Hugging Face does.
+"""A conversation as the text that a model was trained on: its chat template, rendered as Hugging Face does. [no-torch]
 
 A template is a program that came with the weights. It runs in a sandbox (no attributes of Python's own, no changes to
 the messages) and with limits on its loops, calls and sizes; what it does wrong ends in one line of error.

@@ -12,8 +12,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from layers.errors import ModelConfigError
 from quant.errors import QuantError
@@ -40,7 +39,8 @@ class _Parser(argparse.ArgumentParser):
 
 def run(arguments: Sequence[str]) -> int:
     """Parse and carry out; the exit status."""
-    options = make_parser().parse_args(arguments)
+    command = next((word for word in arguments if not word.startswith("-")), None)
+    options = make_parser(command if command in COMMANDS else None).parse_args(arguments)
     _set_up_logging()
     _calm_openmp()
     try:
@@ -93,23 +93,34 @@ def warn(text: str) -> None:
 # --- options --------------------------------------------------------------------------------------------------------
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Every command with its options."""
+def make_parser(chosen: str | None = None) -> argparse.ArgumentParser:
+    """Every command; the options of the `chosen` one only (None: of all), since each brings modules to import."""
     parser = _Parser(prog="firstlayer", description="Streams a language model in, layer by layer, and answers meanwhile.")
-    parser.add_argument("--version", action="version", version=f"firstlayer {_version()}")
+    parser.add_argument("--version", action=_Version, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if chosen not in (None, name):
+            continue
         add_load_options(command)
         import_module(f"streaming.commands.{name}").add_options(command)
     return parser
 
 
-def _version() -> str:
-    try:
-        return version("firstlayer")
-    except PackageNotFoundError:
-        return "(not installed)"
+class _Version(argparse.Action):
+    """Looks the version up only when it is asked for: the look-up imports an e-mail parser."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **rest: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=rest.get("help"))
+
+    def __call__(self, parser: argparse.ArgumentParser, *ignored: object) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+        
+        try:
+            found = version("firstlayer")
+        except PackageNotFoundError:
+            found = "(not installed)"
+        parser.exit(0, f"firstlayer {found}\n")
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
@@ -131,6 +142,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     add("--safetensors-load-strategy", metavar="NAME", help=f"how files are read: {', '.join(STRATEGIES)}")
     add("--reader", default="process", metavar="KIND", help=f"who reads: {', '.join(READERS)}")
     add("--check-weights", action="store_true", help="non-finite or all-zero weights are an error, not a warning")
+    add("--unwrap-names", action="store_true", help="take away what a wrapper put before every tensor name")
     add("--revision", metavar="REV", help="of a hub id")
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object on stdout and nothing else")

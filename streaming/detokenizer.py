@@ -1,4 +1,4 @@
-"""Token ids to text while they come: pieces that are final, and together are exactly the text of the whole.
+"""Token ids to text while they come: pieces that are final, and together are exactly the text of the whole. [no-torch]
 
 Two things make this more than decoding each token. A character may be spread over several tokens (most emoji are), and
 half of one must not be printed. And a piece's text may depend on its neighbours: SentencePiece drops the first space

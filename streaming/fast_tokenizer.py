@@ -1,4 +1,4 @@
-"""The tokenizer of the `tokenizers` package behind our protocol; the only module that imports it."""
+"""The tokenizer of the `tokenizers` package behind our protocol; the only module that imports it. [no-torch]"""
 
 from __future__ import annotations
 

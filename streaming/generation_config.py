@@ -1,4 +1,4 @@
-"""What a model's files say about generating: the ids that end it, and the sampling that its makers recommend."""
+"""What a model's files say about generating: end ids, and the sampling they recommend. [no-torch]"""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from streaming.checkpoint.files import read_json_object
 from streaming.checkpoint.tensors import Checkpoint
 from streaming.errors import CheckpointFormatError
 from streaming.gguf_tokenizer import token_id
-from streaming.json_file import read_json_object
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A tokenizer from a GGUF file's metadata: vocabulary, merges and special tokens as a recipe for building it.
+"""A tokenizer from a GGUF's metadata: vocabulary, merges, special tokens, as a recipe. [no-torch]
 
 Two kinds exist for language models. "gpt2" is byte-level BPE: the file holds the merges. "llama" is SentencePiece: the
 file holds a score per piece, and the merges follow from them (of two possible merges the one with the better scored

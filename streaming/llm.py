@@ -17,9 +17,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from layers.sampling_params import SamplingParams
-from streaming.chat_template import render_chat
+from streaming.chat_template import choose_template, render_chat
 from streaming.clock import RunClock
-from streaming.errors import OptionError, StreamClosedError
+from streaming.errors import StreamClosedError
 from streaming.generation_config import read_generation_defaults
 from streaming.hooks import Hooks
 from streaming.options import LoadOptions
@@ -58,6 +58,7 @@ class LoadKeywords(TypedDict, total=False):
     threads: int | None
     reader: str
     check_weights: bool
+    unwrap_names: bool
     revision: str | None
 
 
@@ -194,14 +195,12 @@ class LLM:
         return next(job.results())
 
     def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The token ids of a conversation under the model's chat template. Raises OptionError when it has none."""
+        """The token ids of a conversation under the model's chat template. Raises StreamingError when it has none."""
         tokenizer = self.tokenizer
-        if tokenizer.chat_template is None:
-            raise OptionError("this model has no chat template: use generate, or give its template in the folder")
+        template = choose_template(tokenizer.chat_templates)
         text = render_chat(
-            tokenizer.chat_template, list(messages), add_generation_prompt=True,
-            special_tokens=tokenizer.special_tokens,
-        )  # fmt: skip
+            template, list(messages), add_generation_prompt=True, special_tokens=tokenizer.special_tokens
+        )
         return tokenizer.encode(text, add_special_tokens=False)
 
     def _requests(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Any]:
@@ -213,8 +212,11 @@ class LLM:
 
     @property
     def stop_ids(self) -> Sequence[int]:
-        """Ids that end an answer: those of config.json and generation_config.json together."""
-        return read_generation_defaults(self.prepared.checkpoint).eos_ids
+        """Ids that end an answer: those of config.json and generation_config.json, else the tokenizer's own."""
+        named = read_generation_defaults(self.prepared.checkpoint).eos_ids
+        if named or not self.has_tokenizer or self.tokenizer.eos_id is None:
+            return named
+        return (self.tokenizer.eos_id,)
 
     def _text_tokenizer(self, prompts: Sequence[Prompt]) -> Tokenizer | None:
         """The tokenizer; None where prompts are ids and the model has none."""

@@ -39,6 +39,7 @@ class LoadOptions:
     threads: int | None = None
     reader: str = "process"
     check_weights: bool = False
+    unwrap_names: bool = False
     revision: str | None = None
 
     def __post_init__(self) -> None:

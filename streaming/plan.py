@@ -110,6 +110,7 @@ def make_plan(
     tied: bool,
     direct: bool,
     is_zero: Callable[[TensorInfo], bool],
+    unwrap: bool = False,
     item_nbytes: int = ITEM_NBYTES,
 ) -> LoadPlan:
     """Join the shell's parameters with the checkpoint's tensors.
@@ -117,7 +118,7 @@ def make_plan(
     `tied`: embedding and head are one matrix, stored under either name. `direct`: the device can be read into (the CPU). `is_zero` answers for the few small tensors that have
     no home whether they hold only zeros. Raises CheckpointError with *all* problems.
     """
-    sources = match_names(checkpoint.tensors, specs, weight_map, tied=tied, is_zero=is_zero)
+    sources = match_names(checkpoint.tensors, specs, weight_map, tied=tied, unwrap=unwrap, is_zero=is_zero)
     if sources.problems:
         raise _report(checkpoint, sources)
     layers, index = [], 0
@@ -163,17 +164,22 @@ def match_names(
     weight_map: WeightMap,
     *,
     tied: bool,
+    unwrap: bool,
     is_zero: Callable[[TensorInfo], bool],
 ) -> Sources:
-    """Give every tensor its home; names wrapped by a trainer are unwrapped when that makes all of them match."""
+    """Give every tensor its home. Names that a trainer's wrapper changed are recognised when all names match without it:
+    then they are read so (`unwrap`), or the report says what would make them match."""
     plain = _match(tensors, specs, weight_map, tied=tied, is_zero=is_zero)
     if not plain.problems:
         return plain
     for what, unwrapped in _unwrappings(tensors):
         found = _match(unwrapped, specs, weight_map, tied=tied, is_zero=is_zero)
-        if not found.problems:
+        if not found.problems and unwrap:
             found.notes.append(f"{what} in every tensor name: read as if it were not so")
             return found
+        if not found.problems:
+            hint = f"{what} in every tensor name; --unwrap-names reads them as if it were not so"
+            return Sources(mismatched=[hint])
     return plain
 
 

@@ -59,8 +59,9 @@ def prepare(model: str, options: LoadOptions) -> Prepared:
     policy = default_policy(scheme_by_name(options.quantization), quantize_head=options.quantize_head)
     specs = layer_specs(config, dtype=dtype, policy=policy, tied=tied)
     plan = make_plan(
-        checkpoint, specs, weight_map(config), tied=tied, direct=options.device == "cpu", is_zero=holds_only_zeros
-    )
+        checkpoint, specs, weight_map(config), tied=tied, direct=options.device == "cpu", is_zero=holds_only_zeros,
+        unwrap=options.unwrap_names,
+    )  # fmt: skip
     tokens = options.max_model_len or min(DEFAULT_CACHE_TOKENS, config.max_position_embeddings)
     budget = make_budget(
         plan,

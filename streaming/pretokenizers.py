@@ -1,4 +1,4 @@
-"""How byte-level vocabularies cut text before merging: what GGUF's tokenizer.ggml.pre names, as tokenizer.json parts.
+"""How byte-level vocabularies cut text before merging: what tokenizer.ggml.pre names. [no-torch]
 
 A GGUF file holds the vocabulary and the merges, but of the pre-tokenizer only a name. The expressions are those of the
 models' own tokenizer.json files (for "default": those that llama.cpp uses for files that name none).

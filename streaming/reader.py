@@ -170,8 +170,7 @@ class ProcessReader:
             self._memory[region] = mmap.mmap(descriptor, nbytes)
 
     def _job(self, files: list[int], threads: int) -> bytes:
-        sizes = {Region.FINAL: self.read_plan.final_nbytes, Region.WINDOW: self.read_plan.window_nbytes}
-        regions = [(self._shared.get(region, -1), sizes[region]) for region in Region]
+        regions = [self._shared.get(region, -1) for region in Region]
         job = {"descriptors": files, "regions": regions, "pieces": _flat(self.read_plan), "threads": threads}
         return json.dumps(job).encode() + b"\n"
 
@@ -227,7 +226,8 @@ class ThreadReader:
         receive, self._pipe = os.pipe()
         self._records = _Records(receive, len(read_plan.pieces))
         regions = [memoryview(self._memory.get(region, b"")) for region in Region]
-        self._reader = reading.PieceReader(_flat(read_plan), self._files, regions, self._report, before=before)
+        fill = reading.fill_memory(regions)
+        self._reader = reading.PieceReader(_flat(read_plan), self._files, fill, self._report, before=before)
         self._threads = [threading.Thread(target=self._reader.run, name="firstlayer-read", daemon=True) for _ in range(threads)]
         for thread in self._threads:
             thread.start()

@@ -1,4 +1,4 @@
-"""When a generation ends: at stop ids, and at stop strings wherever tokens cut them. Pure; knows no tokenizer."""
+"""When an answer ends: at stop ids, and at stop strings wherever tokens cut them. [no-torch]"""
 
 from __future__ import annotations
 

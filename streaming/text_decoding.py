@@ -1,4 +1,4 @@
-"""How a tokenizer's pieces become text, as data: what the streaming detokenizer must know to do it piece by piece."""
+"""How a tokenizer's pieces become text, as data for the streaming detokenizer. [no-torch]"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back: the protocol that the runtime needs, and the way to open a checkpoint's tokenizer."""
+"""Text to token ids and back: the protocol, and the way to open a checkpoint's tokenizer. [no-torch]"""
 
 from __future__ import annotations
 

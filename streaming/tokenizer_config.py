@@ -1,4 +1,4 @@
-"""What a model folder says about its tokenizer besides tokenizer.json: special tokens, chat templates."""
+"""What a model folder says about its tokenizer besides tokenizer.json: special tokens, chat templates. [no-torch]"""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from streaming.checkpoint.files import read_json_object
 from streaming.errors import CheckpointFormatError
-from streaming.json_file import read_json_object
 
 DEFAULT_TEMPLATE = "default"
 

@@ -7,7 +7,7 @@ functions: the planning path imports this package too.
 
 from __future__ import annotations
 
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
 from quant.dtypes import DType, to_torch
@@ -41,11 +41,11 @@ def decode_into(info: TensorInfo, raw: ReadableBuffer | Tensor, out: Tensor, *, 
     a few MiB. ValueError where the bytes are not those of R rows, or where rows of interleaved heads are not whole
     heads (`info.row_unit`).
     """
-    source = _as_bytes(raw)
-    n_rows, unit = out.shape[0], info.row_unit
-    if source.numel() != n_rows * info.row_nbytes:
+    source = _source(raw)
+    n_rows, unit, row_nbytes = out.shape[0], info.row_unit, info.row_nbytes
+    if len(source) != n_rows * row_nbytes:
         raise ValueError(
-            f"tensor {info.name!r}: expected {n_rows} rows of {info.row_nbytes} bytes, found {source.numel()} bytes"
+            f"tensor {info.name!r}: expected {n_rows} rows of {row_nbytes} bytes, found {len(source)} bytes"
         )
     if first_row % unit or n_rows % unit:
         raise ValueError(
@@ -54,29 +54,59 @@ def decode_into(info: TensorInfo, raw: ReadableBuffer | Tensor, out: Tensor, *, 
         )
     row_values = prod(info.shape[1:])
     step = max(1, _CHUNK_VALUES // (row_values * unit)) * unit
-    scratch = _scratch(info, min(step, n_rows) * row_values)
+    scratch = _scratch(info, min(step, n_rows) * row_values, source)
     for start in range(0, n_rows, step):
         stop = min(start + step, n_rows)
-        chunk = source[start * info.row_nbytes : stop * info.row_nbytes]
+        chunk = _chunk(source, start * row_nbytes, stop * row_nbytes, alignment=gcd(row_nbytes, 4))
         values = _values(info, chunk, scratch).view(stop - start, *info.shape[1:])
-        out[start:stop].copy_(unpermute(values, heads=(stop - start) // unit) if info.rope_heads else values)
+        if info.rope_heads:
+            heads = (stop - start) // unit
+            out[start:stop].view(heads, 2, unit // 2, *info.shape[1:]).copy_(_halves(values, heads))
+        else:
+            out[start:stop].copy_(values)
 
 
 def unpermute(rows: Tensor, *, heads: int) -> Tensor:
-    """Rows [heads * D, ...] as llama.cpp's converter leaves them, in Hugging Face's order; a view where possible.
+    """Rows [heads * D, ...] as llama.cpp's converter leaves them, in Hugging Face's order; a new tensor.
 
     The converter (`LlamaModel.permute` in convert_hf_to_gguf.py) moves row s * D/2 + i of a head, s in (0, 1), to row
     2 i + s, so that the two numbers that a rotary embedding turns together are neighbours.
     """
-    pairs = rows.view(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
-    return pairs.transpose(1, 2).reshape(rows.shape)
+    return _halves(rows, heads).reshape(rows.shape)
 
 
-def _scratch(info: TensorInfo, values: int) -> Tensor | None:
-    """Float32 memory for one decoded chunk; plain numbers need none."""
+def _halves(rows: Tensor, heads: int) -> Tensor:
+    """The same rows as [heads, 2, D/2, ...], a view: first halves of the pairs, then second halves."""
+    return rows.view(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:]).transpose(1, 2)
+
+
+def _scratch(info: TensorInfo, values: int, source: memoryview | Tensor) -> Tensor | None:
+    """Float32 memory for one decoded chunk, where its bytes are; plain numbers need none."""
     import torch
 
-    return torch.empty(values, dtype=torch.float32) if info.encoding else None
+    device = source.device if isinstance(source, torch.Tensor) else "cpu"
+    return torch.empty(values, dtype=torch.float32, device=device) if info.encoding else None
+
+
+def _source(raw: ReadableBuffer | Tensor) -> memoryview | Tensor:
+    """The bytes, one dim."""
+    import torch
+
+    return raw.view(-1).view(torch.uint8) if isinstance(raw, torch.Tensor) else memoryview(raw).cast("B")
+
+
+def _chunk(source: memoryview | Tensor, begin: int, end: int, *, alignment: int) -> Tensor:
+    """A run of the bytes as a uint8 tensor whose fields can be viewed in their own dtypes.
+
+    Copied where a tensor's part begins between two of those, and where nothing may write, which torch would warn of.
+    """
+    import torch
+
+    if isinstance(source, torch.Tensor):
+        run = source[begin:end]
+        return run.clone() if run.storage_offset() % alignment else run
+    part = source[begin:end]
+    return torch.frombuffer(bytearray(part) if part.readonly else part, dtype=torch.uint8)
 
 
 def _values(info: TensorInfo, chunk: Tensor, scratch: Tensor | None) -> Tensor:
@@ -98,16 +128,3 @@ def _plain(chunk: Tensor, dtype: torch.dtype, *, big_endian: bool) -> Tensor:
     if big_endian:
         chunk = chunk.view(-1, dtype.itemsize).flip(1).view(-1)
     return chunk.view(dtype)
-
-
-def _as_bytes(raw: ReadableBuffer | Tensor) -> Tensor:
-    """The bytes as a uint8 tensor, without a copy where the buffer is writable."""
-    import torch
-
-    if isinstance(raw, torch.Tensor):
-        return raw.view(-1)
-    view = memoryview(raw)
-    if not view.nbytes:
-        return torch.empty(0, dtype=torch.uint8)
-    # torch warns at each read-only buffer, since nothing would stop a write to it
-    return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)

@@ -100,11 +100,12 @@ def gguf_config(header: GgufHeader, tensors: Mapping[str, TensorInfo]) -> dict[s
     model_type, model_class = FAMILIES[source.architecture]
     if model_type == "llama" and source.find("attention.sliding_window"):
         model_type, model_class = "mistral", "MistralForCausalLM"
+    sizes = _sizes(source)
     return {
         "model_type": model_type,
         "architectures": [model_class],
-        **_sizes(source),
-        **_rotary(source),
+        **sizes,
+        **_rotary(source, sizes["head_dim"]),
         **_tokens(source),
         "hidden_act": "silu",
         "rms_norm_eps": source.real("attention.layer_norm_rms_epsilon"),
@@ -143,7 +144,7 @@ def _vocab_rows(source: _Source) -> int | None:
 
 def _tokens(source: _Source) -> dict[str, Any]:
     """Token ids; where a chat's turns end with a token of their own, both end a text."""
-    found = {key: source.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot", "padding")}
+    found = {key: _token_id(source, key) for key in ("bos", "eos", "eot", "padding")}
     ends = [found["eos"]] if found["eot"] in (None, found["eos"]) else [found["eos"], found["eot"]]
     ends = [end for end in ends if end is not None]
     return {
@@ -153,8 +154,15 @@ def _tokens(source: _Source) -> dict[str, Any]:
     }
 
 
-def _rotary(source: _Source) -> dict[str, Any]:
-    head_dim = _sizes(source)["head_dim"]
+def _token_id(source: _Source, which: str) -> int | None:
+    key = f"tokenizer.ggml.{which}_token_id"
+    token = source.metadata.get(key)
+    if token is not None and (type(token) is not int or token < 0):
+        raise CheckpointFormatError(f"{source.file}: metadata key {key} is {token!r}, not a token id")
+    return token
+
+
+def _rotary(source: _Source, head_dim: int) -> dict[str, Any]:
     rotary_dim = source.size("rope.dimension_count", default=head_dim)
     if rotary_dim > head_dim or rotary_dim % 2:
         raise source.fault("rope.dimension_count", f"is {rotary_dim}: not an even number up to head_dim {head_dim}")

@@ -30,7 +30,7 @@ def open_gguf_folder(root: Path) -> Checkpoint:
     if len(models) > 1:
         more = f" and {len(models) - _LISTED} more" if len(models) > _LISTED else ""
         raise CheckpointError(
-            f"{root}: {len(models)} GGUF models: {', '.join(models[:_LISTED])}{more}; give the path of the one that is meant"
+            f"{root}: {len(models)} GGUF models: {', '.join(models[:_LISTED])}{more}; give the path of one of them"
         )
     return replace(open_gguf_file(root / models[0]), root=root)
 
@@ -139,7 +139,7 @@ def _rename(tensors: Mapping[str, TensorInfo], architecture: str, config: Mappin
 
 
 def _interleaved_heads(name: str, architecture: str, config: Mapping[str, Any]) -> int:
-    """Heads whose rows llama.cpp's converter has interleaved: of llama's q and k, so that rotary pairs are neighbours."""
+    """Heads whose rows llama.cpp's converter interleaves: llama's q and k, so that rotary pairs are neighbours."""
     if architecture != "llama":
         return 0
     module = name.rpartition(".")[0]

@@ -33,11 +33,7 @@ def locate(model: str | os.PathLike[str], *, revision: str | None = None) -> Pat
         if revision is not None:
             raise OptionError(f"revision {revision!r} belongs to hub ids; {DEMO} has none")
         return _demo_file()
-    try:
-        exists = os.path.lexists(name)
-    except ValueError as error:
-        raise CheckpointError(f"{name!r} is not a path: {error}") from error
-    if exists:
+    if os.path.lexists(name):
         if revision is not None:
             raise OptionError(f"revision {revision!r} belongs to hub ids; {name} is a path that exists")
         return Path(name)
@@ -67,7 +63,7 @@ def _from_hub(name: str, revision: str | None) -> Path:
         return snapshot
     if is_offline():
         raise CheckpointError(
-            f"{name}: no such file or folder here ({Path.cwd()}), revision {model.revision!r} is not in the hub's cache "
-            f"{hub_cache()} (looked for {repo_folder(model)}), and HF_HUB_OFFLINE forbids to fetch it"
+            f"{name}: no such file or folder here ({Path.cwd()}), revision {model.revision!r} is not in the hub's "
+            f"cache {hub_cache()} (looked for {repo_folder(model)}), and HF_HUB_OFFLINE forbids to fetch it"
         )
     return fetch_snapshot(model)

@@ -54,7 +54,7 @@ def member_fault(path: Path, hub_root: Path | None) -> str | None:
     that leads anywhere else was not made by the hub's client.
     """
     try:
-        os.stat(path)
+        path.stat()
     except OSError as error:
         return open_fault(path, error)
     if hub_root is not None and not Path(os.path.realpath(path)).is_relative_to(hub_root):

@@ -98,7 +98,7 @@ def _dtype(entry: Any) -> DType:
         return DType(entry["dtype"])
     except ValueError:
         known = ", ".join(dtype.value for dtype in DType)
-        raise ValueError(f"unknown dtype {entry['dtype']!r}; known are {known}") from None
+        raise ValueError(f"unknown dtype {_short(entry['dtype'])}; known are {known}") from None
 
 
 def _shape(entry: dict[str, Any]) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a checkpoint: its name there (in Hugging Face's spelling), and which bytes of which file hold it."""
+    """One tensor of a checkpoint: its name there (in Hugging Face's spelling), and which bytes of which file it is."""
 
     name: str
     shape: tuple[int, ...]

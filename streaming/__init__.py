@@ -1,0 +1,86 @@
+"""firstlayer's runtime: a model is planned from headers, read in the background, and computed layer by layer as it comes.
+
+    from streaming import LLM, SamplingParams
+
+    with LLM("folder-or-file-or-hub-id", quantization="fp8_per_channel") as llm:
+        for piece in llm.generate("The sea is", SamplingParams(max_tokens=64)):
+            print(piece, end="", flush=True)
+
+Importing this package imports no torch; names are looked up when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from layers.sampling_params import SamplingParams
+    from streaming.errors import (
+        BudgetError,
+        CheckpointError,
+        CheckpointFormatError,
+        LayerLoadError,
+        MissingTensorError,
+        OptionError,
+        StreamClosedError,
+        StreamingError,
+        TensorMismatchError,
+        WorkerError,
+    )
+    from streaming.generate import Completion, Piece
+    from streaming.hooks import Hooks
+    from streaming.llm import LLM, open_llm
+    from streaming.model import StreamedModel
+    from streaming.options import LoadOptions
+    from streaming.prepare import Prepared
+    from streaming.residency import LayerState
+    from streaming.stats import Summary
+
+__all__ = [
+    "LLM",
+    "BudgetError",
+    "CheckpointError",
+    "CheckpointFormatError",
+    "Completion",
+    "Hooks",
+    "LayerLoadError",
+    "LayerState",
+    "LoadOptions",
+    "MissingTensorError",
+    "OptionError",
+    "Piece",
+    "Prepared",
+    "SamplingParams",
+    "StreamClosedError",
+    "StreamedModel",
+    "StreamingError",
+    "Summary",
+    "TensorMismatchError",
+    "WorkerError",
+    "open_llm",
+
+]
+
+_HOMES = {
+    "LLM": "streaming.llm",
+    "Completion": "streaming.generate",
+    "Hooks": "streaming.hooks",
+    "LayerState": "streaming.residency",
+    "LoadOptions": "streaming.options",
+    "Piece": "streaming.generate",
+    "Prepared": "streaming.prepare",
+    "SamplingParams": "layers.sampling_params",
+    "StreamedModel": "streaming.model",
+    "Summary": "streaming.stats",
+    "open_llm": "streaming.llm",
+
+}
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES.get(name, "streaming.errors")), name)
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
