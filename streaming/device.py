@@ -9,9 +9,9 @@ their own, and each layer carries the event that the compute stream waits for; t
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,11 +19,13 @@ import torch
 from layers.weights import ParamSpec
 from quant.dtypes import to_torch
 from quant.scheme import StoredSpec
-from streaming.errors import OptionError
+from streaming.errors import BudgetError, OptionError
 from streaming.plan import LoadItem, LoadPlan
 from streaming.read_plan import ALIGNMENT, ReadPlan, Region
 from streaming.reader import Reader
+from streaming.sizes import format_size
 
+logger = logging.getLogger(__name__)
 StoredTensors = dict[str, dict[str, torch.Tensor]]  # parameter -> stored name -> tensor
 
 
@@ -160,32 +162,69 @@ def view_of(memory: torch.Tensor, offset: int, spec: StoredSpec) -> torch.Tensor
     return memory[offset : offset + spec.nbytes].view(to_torch(spec.dtype)).view(spec.shape)
 
 
-@dataclass
+# --- CUDA
+#
+# Who runs on which stream: copies, conversions and quantization on one side stream, whatever thread issues them, so
+# their temporaries are allocated, used and freed in that stream's order; the forward pass on its own thread's current
+# stream. What both touch are the stored tensors alone: allocated before either begins, kept until the side stream is
+# idle, written by the one, and read by the other only behind the event of the layer. So nothing needs record_stream.
+
+
 class _PinnedWindow:
-    """The reader's window, page-locked where it lies."""
+    """The reader's window, page-locked where it lies: only from such memory is a copy truly asynchronous."""
 
-    bytes: torch.Tensor
-
-    def __post_init__(self) -> None:
-        code = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
-        if int(code) != 0:
-            raise MemoryError(f"page-locking the window of {self.bytes.numel():,} bytes failed with CUDA error {code}")
+    def __init__(self, window: torch.Tensor, device: torch.device) -> None:
+        self.bytes = window
+        with torch.cuda.device(device):
+            code = int(_cudart().cudaHostRegister(window.data_ptr(), window.numel(), _PORTABLE))
+        if code != 0:
+            raise MemoryError(
+                f"page-locking the window of {format_size(window.numel())} failed with CUDA error {code}: "
+                "try a smaller --window"
+            )
 
     def close(self) -> None:
-        torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+        """No copy may be running: a page that is let go while the device reads it is a fault."""
+        code = int(_cudart().cudaHostUnregister(self.bytes.data_ptr()))
+        if code != 0:
+            logger.warning("the window's page lock could not be given back: CUDA error %d", code)
+
+
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def cuda_device(name: str) -> torch.device:
+    """ "cuda" (which is cuda:0, whatever a thread's current device is) or "cuda:1". Raises OptionError."""
+    if not torch.cuda.is_available():
+        raise OptionError(f"--device {name}: torch {torch.__version__} finds no CUDA device; --device cpu runs here")
+    count = torch.cuda.device_count()
+    index = name.partition(":")[2] if ":" in name else "0"
+    if not index.isdecimal() or int(index) >= count:
+        raise OptionError(f"--device {name}: the devices here are {', '.join(f'cuda:{i}' for i in range(count))}")
+    return torch.device("cuda", int(index))
+
+
+def check_room(name: str, *, needed: int, free: int, total: int) -> None:
+    """Refuse weights that a device has no memory for. Raises BudgetError with both numbers."""
+    if needed > free:
+        raise BudgetError(
+            f"--device {name}: the weights take {format_size(needed)}, but {format_size(free)} of its "
+            f"{format_size(total)} are free: try --quantization, or end what else runs there"
+        )
 
 
 class CudaDevice:
     """Stored tensors on a GPU; every item goes through the page-locked window on a stream of its own."""
 
     def __init__(self, name: str, plan: LoadPlan, reader: Reader) -> None:
-        if not torch.cuda.is_available():
-            raise OptionError(f"--device {name}: torch {torch.__version__} finds no CUDA device; --device cpu runs here")
-        self.torch_device = torch.device(name)
+        self.torch_device = cuda_device(name)
+        self._check_room(plan.kept_nbytes)
         self._read_plan = reader.read_plan
-        window = reader.memory(Region.WINDOW)
-        self._pinned = None if window is None else _PinnedWindow(torch.frombuffer(window, dtype=torch.uint8))
-        self._stream = torch.cuda.Stream(self.torch_device)
+        self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self.stored: StoredTensors = {
             param.name: {
                 key: torch.empty(spec.shape, dtype=to_torch(spec.dtype), device=self.torch_device)
@@ -193,19 +232,31 @@ class CudaDevice:
             }
             for param in _params(plan)
         }
-        torch.cuda.current_stream(self.torch_device).synchronize()  # once: the allocations precede the copies
+        # Memory that an earlier model gave back may still be in use on the stream it came from: once, before the first
+        # copy, all of that is awaited.
+        torch.cuda.current_stream(self.torch_device).synchronize()
+        window = reader.memory(Region.WINDOW)  # last: what is page-locked must be let go, so nothing may fail behind it
+        found = None if window is None else torch.frombuffer(window, dtype=torch.uint8)
+        self._pinned = None if found is None else _PinnedWindow(found, self.torch_device)
+
+    def _check_room(self, needed: int) -> None:
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        check_room(str(self.torch_device), needed=needed, free=free + cached, total=total)
 
     def staged(self, item: LoadItem) -> torch.Tensor:
         return _staged(self._pinned.bytes if self._pinned else None, self._read_plan, item)
 
     def bring(self, raw: torch.Tensor) -> torch.Tensor:
+        """From the window the copy runs on behind the call. From other memory (what the CPU decoded) CUDA has read all
+        of it when the call returns, so the source may go."""
         return raw.to(self.torch_device, non_blocking=True)
 
     def working(self) -> contextlib.AbstractContextManager[None]:
         return torch.cuda.stream(self._stream)
 
     def moment(self) -> Any:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits must not spin on a core
         event.record(self._stream)
         return event
 

@@ -11,6 +11,7 @@ import difflib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import lcm
 
 from layers.weights import Dropped, LayerSpec, ParamKind, ParamSpec, Target, WeightMap
 from quant.dtypes import DType
@@ -331,10 +332,9 @@ def split_rows(param: ParamSpec, info: TensorInfo, rows: int, *, item_nbytes: in
 
 
 def row_multiple(param: ParamSpec, info: TensorInfo) -> int:
-    """Rows that must stay together: 1, a scale block's height, or 0 for all of the section."""
-    if info.rope_heads:
-        return 0
-    return param.scheme.row_multiple if param.kind in (ParamKind.LINEAR, ParamKind.HEAD) else 1
+    """Rows that must stay together: 1, whole scale blocks and whole heads, or 0 for all of the section."""
+    blocks = param.scheme.row_multiple if param.kind in (ParamKind.LINEAR, ParamKind.HEAD) else 1
+    return lcm(blocks, info.row_unit)  # 0 where the scheme wants all of them
 
 
 def conversion_warnings(items: Iterable[LoadItem]) -> list[str]:
