@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from layers.context import StepContext
     from layers.decoder import DecoderModel, build_shell, stored_names
     from layers.eager import fill_shell
-    from layers.errors import ModelConfigError, ShardError, UnsupportedModelError, WeightError
+    from layers.errors import LogitsError, ModelConfigError, ShardError, UnsupportedModelError, WeightError
     from layers.kv_cache import KVCache, kv_cache_nbytes
     from layers.model_config import ModelConfig, RopeConfig, RopeKind
     from layers.sampler import Sampler
@@ -30,7 +30,7 @@ _NAMES = {
     "layers.context": ("StepContext",),
     "layers.decoder": ("DecoderModel", "build_shell", "stored_names"),
     "layers.eager": ("fill_shell",),
-    "layers.errors": ("ModelConfigError", "ShardError", "UnsupportedModelError", "WeightError"),
+    "layers.errors": ("LogitsError", "ModelConfigError", "ShardError", "UnsupportedModelError", "WeightError"),
     "layers.kv_cache": ("KVCache", "kv_cache_nbytes"),
     "layers.model_config": ("ModelConfig", "RopeConfig", "RopeKind"),
     "layers.sampler": ("Sampler",),
@@ -48,6 +48,7 @@ __all__ = [
     "Dropped",
     "KVCache",
     "LayerSpec",
+    "LogitsError",
     "ModelConfig",
     "ModelConfigError",
     "ParamKind",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any
 
 from layers.errors import ModelConfigError
 
 LARGEST_INT = 2**31 - 1
+LARGEST_NUMBER = 1e30
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Fields:
         return value
 
     def _number(self, key: str, value: object, *, above: float) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value <= above:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= LARGEST_NUMBER:
             raise self.wrong(key, value, f"a number greater than {above:g}")
         return float(value)
 

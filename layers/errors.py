@@ -15,3 +15,7 @@ class ShardError(ModelConfigError):
 
 class WeightError(ValueError):
     """A checkpoint's tensors do not fill the model's parameters; the message names every one of them."""
+
+
+class LogitsError(ValueError):
+    """The logits are not numbers that a token can be chosen by; the message says what they hold."""

@@ -17,6 +17,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 # Elements that torch gives to one thread whole: gelu is cut above 0x4000, everything else from 32768 on.
 LARGEST_UNCUT = 0x4000
+VECTOR = 64  # elements of two 512-bit vectors of half precision: the longest step of torch's vector loops
 
 
 class GatedMLP(nn.Module):
@@ -38,13 +39,14 @@ class GatedMLP(nn.Module):
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, *, activation: Activation) -> torch.Tensor:
-    """activation(gate) * up, each [T, I]; on the CPU piece by piece.
+    """activation(gate) * up, each [T, I], with the same bits for every number of threads.
 
-    Torch cuts a large elementwise operation into as many parts as there are threads, and computes the last few numbers
-    of each part by another formula than the rest (scalar instead of vector): the bits of silu and gelu then depend on
-    the number of threads. Pieces too small to be cut have the same bits everywhere, and they stay in the cache.
+    Torch gives each thread a run of a large elementwise operation, and computes what is left of a run behind its last
+    whole vector by another formula (scalar instead of vector): the bits of silu and gelu then depend on where the runs
+    end. So silu is done at once where all runs are whole vectors; everything else in pieces too small to be cut (gelu
+    always: it has one more kernel, for contiguous input).
     """
-    if gate.device.type != "cpu":
+    if gate.device.type != "cpu" or (activation is functional.silu and _cut_at_vectors(*gate.shape)):
         return activation(gate) * up
     out = torch.empty(gate.shape, dtype=gate.dtype)
     count, width = gate.shape
@@ -55,6 +57,13 @@ def gated(gate: torch.Tensor, up: torch.Tensor, *, activation: Activation) -> to
             piece = (slice(top, top + rows), slice(left, left + columns))
             torch.mul(activation(gate[piece]), up[piece], out=out[piece])
     return out
+
+
+def _cut_at_vectors(count: int, width: int) -> bool:
+    """Whether every run that torch would give to a thread ends at a whole vector of its row."""
+    threads, numel = torch.get_num_threads(), count * width
+    runs = min(threads, -(-numel // 32_768))  # at::internal::GRAIN_SIZE elements are worth a thread
+    return width % VECTOR == 0 and -(-numel // runs) % VECTOR == 0
 
 
 def gelu_new(x: torch.Tensor) -> torch.Tensor:

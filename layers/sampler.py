@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from layers.errors import LogitsError
 from layers.sampling_params import SamplingParams
 
 
@@ -24,12 +25,20 @@ class Sampler:
             self._generator.manual_seed(params.seed)
 
     def __call__(self, logits: torch.Tensor, *, previous: Sequence[int]) -> int:
-        """The next token after `previous` (prompt and what was generated), from its logits [V]."""
+        """The next token after `previous` (prompt and what was generated), from its logits [V].
+
+        Raises LogitsError when they hold NaN or infinity.
+        """
         params = self.params
         scores = penalize_repetition(logits.float(), previous, penalty=params.repetition_penalty)
+        if not scores.max().isfinite():
+            raise LogitsError(
+                f"the logits hold {scores.max().item()}: the weights hold such numbers, or the activations have "
+                "overflowed (float16 does so beyond 65504: try bfloat16 or float32)"
+            )
         if params.is_greedy:
             return int(scores.argmax())
-        scores = keep_top_k(scores / params.temperature, top_k=params.top_k)
+        scores = keep_top_k(soften(scores, temperature=params.temperature), top_k=params.top_k)
         scores = keep_min_p(keep_top_p(scores, top_p=params.top_p), min_p=params.min_p)
         return draw(scores.softmax(-1), generator=self._generator)
 
@@ -42,6 +51,11 @@ def penalize_repetition(scores: torch.Tensor, previous: Sequence[int], *, penalt
     ids = torch.tensor(sorted(set(previous)), dtype=torch.int64, device=scores.device)
     found = scores[ids]
     return scores.index_copy(0, ids, torch.where(found < 0, found * penalty, found / penalty))
+
+
+def soften(scores: torch.Tensor, *, temperature: float) -> torch.Tensor:
+    """scores / temperature, moved so that the highest is 0 (a softmax does not see that): no temperature overflows."""
+    return ((scores - scores.max()).double() / temperature).float()
 
 
 def keep_top_k(scores: torch.Tensor, *, top_k: int) -> torch.Tensor:

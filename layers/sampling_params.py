@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf, isfinite
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,13 @@ class SamplingParams:
 
 # option -> (whether it is an integer, least, whether the least itself is allowed, largest)
 _RANGES: dict[str, tuple[bool, float, bool, float]] = {
-    "temperature": (False, 0, True, inf),
-    "top_k": (True, 0, True, inf),
+    "temperature": (False, 0, True, 1e6),
+    "top_k": (True, 0, True, 2**31 - 1),
     "top_p": (False, 0, False, 1),
     "min_p": (False, 0, True, 1),
-    "repetition_penalty": (False, 0, False, inf),
+    "repetition_penalty": (False, 0, False, 1e6),
     "seed": (True, 0, True, 2**63 - 1),
-    "max_tokens": (True, 1, True, inf),
+    "max_tokens": (True, 1, True, 2**31 - 1),
 }
 
 
@@ -61,9 +60,9 @@ def _check(name: str, value: object, is_integer: bool, least: float, including: 
     if value is None and name == "seed":
         return
     wanted = _described(is_integer, least, including, largest)
-    if isinstance(value, bool) or not isinstance(value, int if is_integer else int | float) or not isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int if is_integer else int | float):
         raise ValueError(f"{name} is {value!r}: it must be {wanted}")
-    if value < least or value > largest or (value == least and not including):
+    if not least <= value <= largest or (value == least and not including):
         raise ValueError(f"{name} is {value!r}: it must be {wanted}")
 
 
@@ -80,5 +79,4 @@ def _check_flag(name: str, value: object) -> None:
 def _described(is_integer: bool, least: float, including: bool, largest: float) -> str:
     kind = "an integer" if is_integer else "a number"
     low = f"of at least {least:g}" if including else f"greater than {least:g}"
-    high = "" if largest == inf else f" and at most {largest:g}" if not is_integer else f" and at most {int(largest)}"
-    return f"{kind} {low}{high}"
+    return f"{kind} {low} and at most {int(largest)}"

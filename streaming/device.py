@@ -55,7 +55,7 @@ class Device(Protocol):
         ...
 
     def moment(self) -> Any:
-        """An event behind all work that was issued inside `working()`, or None where work is done when a call returns."""
+        """An event behind all work issued inside `working()`, or None where work is done when its call returns."""
         ...
 
     def await_moment(self, moment: Any) -> None:
@@ -194,7 +194,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the p
 
 
 def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart()
 
 
 def cuda_device(name: str) -> torch.device:
@@ -202,8 +202,9 @@ def cuda_device(name: str) -> torch.device:
     if not torch.cuda.is_available():
         raise OptionError(f"--device {name}: torch {torch.__version__} finds no CUDA device; --device cpu runs here")
     count = torch.cuda.device_count()
-    index = name.partition(":")[2] if ":" in name else "0"
-    if not index.isdecimal() or int(index) >= count:
+    kind, colon, index = name.partition(":")
+    index = index if colon else "0"
+    if kind != "cuda" or not index.isdecimal() or int(index) >= count:
         raise OptionError(f"--device {name}: the devices here are {', '.join(f'cuda:{i}' for i in range(count))}")
     return torch.device("cuda", int(index))
 
@@ -224,7 +225,7 @@ class CudaDevice:
         self.torch_device = cuda_device(name)
         self._check_room(plan.kept_nbytes)
         self._read_plan = reader.read_plan
-        self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(self.torch_device)
         self.stored: StoredTensors = {
             param.name: {
                 key: torch.empty(spec.shape, dtype=to_torch(spec.dtype), device=self.torch_device)
@@ -256,7 +257,7 @@ class CudaDevice:
         return torch.cuda.stream(self._stream)
 
     def moment(self) -> Any:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits must not spin on a core
+        event = torch.cuda.Event(blocking=True)  # who waits must not spin on a core
         event.record(self._stream)
         return event
 

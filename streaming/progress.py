@@ -75,10 +75,7 @@ class Progress:
     def note(self, text: str) -> None:
         """A line of its own (a warning), above what is redrawn; it is written whether or not anything is drawn."""
         with self._lock:
-            if self._drawing and self._in_place:
-                self._write([text], self._block())
-            else:
-                self._stream.write(f"{text}\n")
+            self._write([text], self._block() if self._drawing and self._in_place else [])
 
     def text_begins(self) -> None:
         """The first piece of text is about to be written: leave one line of totals, and write nothing from now on."""

@@ -1,17 +1,18 @@
 """The first import of torch, made shorter. [no-torch]
 
-It is the largest fixed cost of a short run: 1.7 s of one core for the CPU build of torch 2.13. A third of that goes
+It is the largest fixed cost of a short run: 1.6 s of one core for the CPU build of torch 2.13. More than a third goes
 into registrations that only tracing and compiling need, into `torch.export`, and into the garbage collector walking a
 million young objects that all stay. So the collector rests during the import, and the command line, whose process runs
-our own code only, puts those modules off. They are made up for, in the order in which torch imports them, as soon as
-anybody imports any other module of torch, or asks for one of them as an attribute: nobody can see that they were late.
+our own code only, puts those modules off: 1.0 s are left. They are made up for, in the order in which torch imports
+them, as soon as anybody imports any further module of torch, or asks for one of them as an attribute. All that the C++
+side misses until then are kernels of the meta device, and the operators that those modules define for tracing (a test
+keeps count).
 
-Only versions of torch that this was tested with are treated so. FIRSTLAYER_PLAIN_TORCH_IMPORT=1 turns all of it off.
+Only builds of torch that this was tested with are treated so. FIRSTLAYER_PLAIN_TORCH_IMPORT=1 turns all of it off.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import importlib.util
@@ -19,7 +20,6 @@ import logging
 import os
 import re
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader
@@ -31,10 +31,10 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 PLAIN_IMPORT = "FIRSTLAYER_PLAIN_TORCH_IMPORT"
-"""The environment variable that, set to 1, makes `import_torch` a plain import and `preload_torch_library` nothing."""
+"""The environment variable that, set to 1, makes `import_torch` a plain import."""
 
-_TESTED = re.compile(r"2\.13\.\d+(\+|$)")
-_DEFERRED = ("torch._meta_registrations", "torch.export")
+_TESTED = re.compile(r"2\.13\.\d+\+cpu")
+_DEFERRED = ("torch.export", "torch._meta_registrations")  # in the order in which torch imports them
 # Attributes of torch that exist only because the deferred modules import them.
 _REACHED_THROUGH_THEM = ("_custom_op", "_custom_ops", "_decomp", "_prims", "_refs")
 
@@ -50,7 +50,7 @@ def import_torch(*, whole: bool = True) -> None:
         importlib.import_module("torch")
         return
     with _collector_at_rest():
-        if whole or not _TESTED.match(installed_version()):
+        if whole or not _TESTED.fullmatch(installed_version()):
             importlib.import_module("torch")
         else:
             _import_without(_DEFERRED)
@@ -58,37 +58,17 @@ def import_torch(*, whole: bool = True) -> None:
         gc.freeze()  # what the import left behind stays; the collector need never walk it again
 
 
-def preload_torch_library() -> threading.Thread | None:
-    """Begin to map torch's largest library (0.25 s of work without the interpreter's lock) beside the caller's work.
-
-    The import of torch, which would do the same, then finds it there. Returns the thread, or None where there is
-    nothing to do. Whoever loads a C extension meanwhile waits for the loader's lock.
-    """
-    folder = _torch_folder()
-    if "torch" in sys.modules or os.environ.get(PLAIN_IMPORT) == "1" or folder is None:
-        return None
-    libraries = [folder / "lib" / name for name in ("libtorch_global_deps.so", "libtorch_cpu.so")]
-    if not all(library.is_file() for library in libraries):
-        return None
-    thread = threading.Thread(target=_map, args=libraries, name="firstlayer-preload", daemon=True)
-    thread.start()
-    return thread
-
-
 def installed_version() -> str:
     """The version of the torch that would be imported, read from its version.py; "" where there is none."""
-    folder = _torch_folder()
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
     try:
-        text = (folder / "version.py").read_text(encoding="utf-8") if folder else ""
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     except OSError:
         return ""
     found = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
     return found[1] if found else ""
-
-
-def _torch_folder() -> Path | None:
-    spec = importlib.util.find_spec("torch")
-    return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
 @contextmanager
@@ -124,7 +104,7 @@ class _Deferral(Loader):
         if isinstance(placeholder, _Placeholder):
             del sys.modules[name]
             parent, _, child = name.rpartition(".")
-            if vars(sys.modules[parent]).get(child) is placeholder:
+            if getattr(sys.modules.get(parent), child, None) is placeholder:  # no parent: its import has failed
                 delattr(sys.modules[parent], child)
 
 
@@ -148,7 +128,7 @@ class _MakeUp(Loader):
         self._names = names
 
     def find_spec(self, name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
-        if not name.startswith("torch."):
+        if not name.startswith("torch.") or self not in sys.meta_path:
             return None
         sys.meta_path.remove(self)
         logger.debug("%s is imported: making up for what the import of torch put off", name)
@@ -184,13 +164,3 @@ def _import_without(names: Sequence[str]) -> None:
     # The names that torch imports itself when they are first asked for.
     torch._lazy_modules.update(name.removeprefix("torch.") for name in (*names, *_REACHED_THROUGH_THEM))
     sys.meta_path.insert(0, _MakeUp(names))
-
-
-def _map(*libraries: Path) -> None:
-    """dlopen, the first with its symbols visible to all, as torch does it: ctypes.CDLL would hold the interpreter."""
-    dlopen = ctypes.CDLL(None).dlopen
-    dlopen.argtypes, dlopen.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_void_p
-    for library, mode in zip(libraries, (os.RTLD_GLOBAL, os.RTLD_LOCAL), strict=True):
-        if not dlopen(os.fsencode(library), os.RTLD_LAZY | mode):
-            logger.debug("%s cannot be mapped ahead of the import of torch", library)
-            return

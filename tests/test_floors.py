@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("quant", "layers", "streaming")
 ALLOWED = {"quant": {"torch", "quant"}, "layers": {"torch", "quant", "layers"}}
 RUNTIME_ONLY = {
-    "anyio", "asyncio", "concurrent", "fcntl", "glob", "io", "mmap", "multiprocessing", "os", "pathlib", "queue",
+    "anyio", "asyncio", "concurrent", "fcntl", "glob", "io", "mmap", "multiprocessing", "pathlib", "queue",
     "selectors", "shutil", "signal", "socket", "subprocess", "tempfile", "threading", "urllib",
 }  # fmt: skip
 EVERYWHERE = {"torch", "anyio", "numpy"}  # third-party packages that more than one file may import
@@ -117,6 +117,8 @@ def test_a_floor_imports_only_what_it_stands_on(package: str) -> None:
 def test_the_lower_floors_know_no_files_threads_or_processes(package: str) -> None:
     for path in sources(package):
         assert not top_levels(path) & RUNTIME_ONLY, path
+        of_the_system = {name for name in dotted_names(parsed(path)) if name.startswith("os.")}
+        assert of_the_system <= {"os.environ"}, path  # a library's own switches may be looked up
         calls = [node.func for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
         assert not [call for call in calls if isinstance(call, ast.Name) and call.id == "open"], path
 

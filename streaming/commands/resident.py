@@ -100,10 +100,13 @@ def _open_gguf(root: Path, config: ModelConfig) -> tuple[Names, GetTensor]:
 
 
 def _wanted(config: ModelConfig) -> list[str]:
+    fused = config.model_type == "phi3"  # gguf calls phi3's fused gate_up as others' up
+    projections = ["self_attn.qkv_proj", "mlp.gate_up_proj"] if fused else [
+        "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj",
+    ]  # fmt: skip
     parts = [
-        "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-        "self_attn.qkv_proj", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm", "mlp.gate_proj",
-        "mlp.up_proj", "mlp.down_proj", "mlp.gate_up_proj",
+        *projections, "self_attn.o_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm",
+        "self_attn.q_norm", "self_attn.k_norm",
     ]  # fmt: skip
     blocks = [f"model.layers.{i}.{part}" for i in range(config.num_layers) for part in parts]
     modules = ["model.embed_tokens", "model.norm", "lm_head", *blocks]

@@ -9,7 +9,7 @@ import torch
 
 from layers.attention import attend, causal_mask
 from layers.batch import make_batch
-from layers.mlp import LARGEST_UNCUT, gated
+from layers.mlp import ACTIVATIONS, LARGEST_UNCUT, gated
 from layers.model_config import RopeConfig, RopeKind
 from layers.norm import RMSNorm
 from layers.rotary import Rope, RotaryEmbedding, inverse_frequencies
@@ -162,6 +162,23 @@ def test_the_norm_of_half_precision_sums_in_float32_and_rounds_before_the_weight
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 0.5).sqrt()
     wanted = weight * exact.half()
     torch.testing.assert_close(norm_of(weight, DType.F16)(x), wanted, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("count", "width"), [(173, 1003), (96, 1536), (31, 8192), (2, 40_001)])
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh"])
+def test_bits_of_the_gate_do_not_depend_on_the_number_of_threads(
+    name: str, count: int, width: int, dtype: torch.dtype
+) -> None:
+    gate, up = torch.split(torch.randn(count, 2 * width).to(dtype), width, dim=1)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            found.append(gated(gate, up, activation=ACTIVATIONS[name]))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 @pytest.mark.parametrize(("count", "width"), [(1, 5), (3, LARGEST_UNCUT - 1), (7, 5000), (2, 3 * LARGEST_UNCUT + 7)])

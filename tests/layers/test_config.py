@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import nan
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from layers.config import family_of, parse_config
 from layers.decoder_config import LARGEST_DEPTH
 from layers.errors import ModelConfigError, UnsupportedModelError
 from layers.mlp import ACTIVATIONS
-from layers.model_config import ACTIVATION_NAMES
+from layers.model_config import ACTIVATION_NAMES, RopeKind
 from layers.models import FAMILIES
 from quant.dtypes import DType
 from tests.layers.real_configs import CONFIGS
@@ -181,6 +181,41 @@ def test_an_unknown_model_is_refused_with_the_known_ones(changes: dict[str, Any]
 
 
 # --- what cannot be run
+
+
+@pytest.mark.parametrize("model_type", [family.model_type for family in FAMILIES])
+def test_no_value_of_any_key_is_more_than_a_clear_error(model_type: str) -> None:
+    """Every key with every kind of JSON value: a configuration, or a ModelConfigError that names the key."""
+    values = [None, True, 0, -1, 1, 2, 1.5, 10**400, nan, inf, "", "x", [], [1], ["x"], [None], {}, {"a": 1}]
+    inner = ["rope_type", "type", "factor", "rope_theta", "low_freq_factor", "high_freq_factor", "short_factor",
+             "long_factor", "attention_factor", "beta_fast", "mscale", "mscale_all_dim", "truncate",
+             "original_max_position_embeddings", "partial_rotary_factor"]  # fmt: skip
+    outer = sorted({key for raw in CONFIGS.values() for key in raw} | {"dtype", "layer_types", "rope_parameters"})
+    full = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "short_factor": [1.0] * 6, "long_factor": [1.0] * 6}  # fmt: skip
+    trials: list[tuple[str, dict[str, Any]]] = []
+    for value in values:
+        trials += [(key, {**raw_config(model_type, head_dim=12), key: value}) for key in outer]
+        for kind in RopeKind:
+            ropes = [(key, {"rope_type": kind.value, **full, key: value}) for key in inner]
+            trials += [(key, raw_config(model_type, head_dim=12, rope_parameters=rope)) for key, rope in ropes]
+    messages = [(key, refusal(raw)) for key, raw in trials]
+    refused = [(key, message) for key, message in messages if message]
+    assert len(trials) // 3 < len(refused) < len(trials)
+    assert not [
+        (key, message)
+        for key, message in refused
+        if not any(word in message for word in (key, "rotary settings", "num_key_value_heads"))
+    ]
+
+
+def refusal(raw: dict[str, Any]) -> str:
+    """What the configuration is refused with; empty when it is not. Other errors pass through."""
+    try:
+        parse_config(raw)
+    except ModelConfigError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(

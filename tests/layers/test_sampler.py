@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from layers.errors import LogitsError
 from layers.sampler import Sampler, draw, keep_min_p, keep_top_k, keep_top_p, penalize_repetition
 from layers.sampling_params import SamplingParams
 
@@ -77,6 +78,20 @@ def test_tokens_come_as_often_as_they_are_likely() -> None:
         assert abs(found[token] / 20_000 - probability) < 5 * (probability * (1 - probability) / 20_000) ** 0.5
 
 
+@pytest.mark.parametrize("temperature", [0, 1.0, 5e-324])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_are_an_error(value: float, temperature: float) -> None:
+    with pytest.raises(LogitsError, match=f"hold {value}.*float16.*try bfloat16"):
+        Sampler(SamplingParams(temperature=temperature))(torch.tensor([1.0, value, 2.0]), previous=[])
+    with pytest.raises(LogitsError, match="hold -inf"):
+        Sampler(SamplingParams(temperature=temperature))(torch.full((3,), -torch.inf), previous=[])
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-30, 1e-3])
+def test_a_temperature_near_zero_is_nearly_greedy(temperature: float) -> None:
+    assert drawn(SamplingParams(temperature=temperature, top_p=0.9, min_p=0.1, seed=3), count=50) == [0] * 50
+
+
 def test_a_seed_repeats_the_draws_whatever_else_is_drawn() -> None:
     params = SamplingParams(temperature=1.5, seed=11)
     first = drawn(params, count=50)
@@ -103,6 +118,8 @@ def test_what_has_no_probability_is_never_drawn(probs: list[float]) -> None:
     [
         ({"temperature": -0.1}, r"temperature is -0.1: it must be a number of at least 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": 10**400}, "temperature is 1000"),
+        ({"top_k": float("inf")}, "top_k is inf"),
         ({"temperature": "1"}, "temperature is '1'"),
         ({"top_k": -1}, r"top_k is -1: it must be an integer of at least 0"),
         ({"top_k": 1.5}, "top_k is 1.5: it must be an integer"),

@@ -105,6 +105,28 @@ def test_a_model_that_never_began_to_load_leaves_nothing() -> None:
     assert terminal.getvalue() == ""
 
 
+def test_a_note_stands_above_what_is_redrawn() -> None:
+    terminal, clock, progress = started()
+    clock.now_s += 1
+    progress.update("embed", Reached.READ, nbytes=1024)
+    progress.note("warning: 61 tensors become bfloat16")
+    assert terminal.screen == [
+        "warning: 61 tensors become bfloat16",
+        "embed     read 1.0 KiB",
+        "0 of 4 layers ready  1.0 KiB read  1.0 s",
+        "",
+    ]
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_a_note_is_written_where_nothing_is_drawn_too(stream: io.StringIO) -> None:
+    progress = Progress(stream, layers=LAYERS, enabled=False)
+    progress.update("embed", Reached.READ)
+    progress.note("warning: look")
+    progress.close()
+    assert stream.getvalue() == "warning: look\n"
+
+
 def test_updates_that_come_quickly_are_drawn_together() -> None:
     terminal, clock, progress = started()
     progress.update("embed", Reached.READ)

@@ -1,0 +1,73 @@
+"""INT8 weights, symmetric, one float32 scale for each output channel: scale = amax / 127, stored = round(weight / scale)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quant.dtypes import DType
+from quant.scheme import StoredSpec
+from quant.sections import row_range, total_rows
+
+if TYPE_CHECKING:
+    import torch
+
+    from quant.kernels import Kernels
+
+
+@dataclass(frozen=True)
+class Int8PerChannel:
+    """{"weight": [O, I] from -127 to 127, "weight_scale": [O]}."""
+
+    @property
+    def name(self) -> str:
+        """The name on the command line."""
+        return "int8_per_channel"
+
+    @property
+    def row_multiple(self) -> int:
+        """1: each row has a scale of its own."""
+        return 1
+
+    def storage(self, sections: tuple[int, ...], in_features: int, *, wide: DType) -> dict[str, StoredSpec]:  # noqa: ARG002
+        """One byte a number, one float32 a row."""
+        rows = total_rows(sections)
+        return {
+            "weight": StoredSpec((rows, in_features), DType.I8),
+            "weight_scale": StoredSpec((rows,), DType.F32),
+        }
+
+    def section_views(
+        self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], index: int
+    ) -> dict[str, torch.Tensor]:
+        """The section's rows of both."""
+        return {name: tensor[row_range(sections, index)] for name, tensor in stored.items()}
+
+    def quantize_into(self, weight: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
+        """A scale for each row."""
+        from quant.int8_codec import encode_rows, scale_of
+        from quant.float8_codec import row_amax
+        from quant.panels import Workspace
+
+        workspace = Workspace()
+        out["weight_scale"].copy_(scale_of(row_amax(weight, workspace)))
+        encode_rows(weight, out["weight_scale"], out["weight"], workspace)
+
+    def dequantize(
+        self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], *, dtype: torch.dtype  # noqa: ARG002
+    ) -> torch.Tensor:
+        """number x scale, in float32, rounded once."""
+        return (stored["weight"].float() * stored["weight_scale"].unsqueeze(1)).to(dtype)
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        stored: Mapping[str, torch.Tensor],
+        sections: tuple[int, ...],  # noqa: ARG002
+        bias: torch.Tensor | None,
+        *,
+        kernels: Kernels,
+    ) -> torch.Tensor:
+        """x [..., I] -> [..., O]."""
+        return kernels.int8(x, stored["weight"], stored["weight_scale"], bias)

@@ -1,0 +1,28 @@
+"""Wide numbers to symmetric int8, strip by strip through a small buffer that stays in the cache. R rows."""
+
+from __future__ import annotations
+
+import torch
+
+from quant.float8_codec import strips
+from quant.panels import Workspace
+
+LARGEST = 127.0
+
+
+def scale_of(amax: torch.Tensor) -> torch.Tensor:
+    """amax / 127 in float32; 1 where that is zero."""
+    scale = amax.float() / LARGEST
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+def encode_rows(weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, workspace: Workspace) -> None:
+    """out[r] = round(weight[r] / scale[r]), half to even, in float32; scale [R]."""
+    if weight.device.type != "cpu":
+        out.copy_((weight.float() / scale.unsqueeze(1)).round_().clamp_(-LARGEST, LARGEST))
+        return
+    for start, stop in strips(weight):
+        wide = workspace.take("encode", (stop - start, weight.shape[1]), torch.float32)
+        wide.copy_(weight[start:stop])
+        wide.div_(scale[start:stop].unsqueeze(1)).round_().clamp_(-LARGEST, LARGEST)
+        out[start:stop].copy_(wide)
