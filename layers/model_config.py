@@ -47,6 +47,7 @@ class RopeConfig:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    frequency_divisors: tuple[float, ...] = ()  # GGUF keeps llama3's scaling as one divisor for each frequency
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,8 @@ def read_rope(
         or max_position_embeddings
     )
     plain = RopeConfig(kind, theta, _rotated(fields, head_dim, partial), max_position_embeddings, partial)
+    if fields.raw.get("rope_freq_factors") is not None:
+        plain = replace(plain, frequency_divisors=fields.numbers("rope_freq_factors", count=plain.dim // 2))
     match kind:
         case RopeKind.DEFAULT:
             return plain

@@ -67,6 +67,13 @@ def _angles(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
 
 def inverse_frequencies(config: RopeConfig, *, length: int) -> torch.Tensor:
     """float32 [R/2] on the CPU for a sequence of `length` tokens (which only dynamic and longrope look at)."""
+    frequencies = _of_kind(config, length)
+    if config.frequency_divisors:
+        return frequencies / torch.tensor(config.frequency_divisors, dtype=torch.float32, device="cpu")
+    return frequencies
+
+
+def _of_kind(config: RopeConfig, length: int) -> torch.Tensor:
     match config.kind:
         case RopeKind.DEFAULT:
             return _plain(config)

@@ -29,6 +29,7 @@ from streaming.forward_thread import ForwardThread, Job, RequestCancelled
 from streaming.generate import Completion, Piece, Request, Timing, generate
 from streaming.hooks import Hooks
 from streaming.memory_watch import MemoryWatch
+from streaming.panel_pool import PanelPool
 from streaming.pipeline import Pipeline
 from streaming.prepare import Prepared
 from streaming.reader import Reader
@@ -283,10 +284,11 @@ def _assemble(
     residency = Residency([spec.name for spec in prepared.specs if spec.params], tracer)
     residency.on_change(lambda layer, state: clock.once("first_ready_s") if state is LayerState.READY else None)
     options = prepared.options
-    runner = ModelRunner(
-        shell, device, residency, EmbeddingRows(prepared.plan.table, dtype=prepared.dtype),
-        Kernels.detect(mode=KernelMode(options.kernels)), tracer, choose_threads(options.threads), hooks.layer_outputs,
-    )  # fmt: skip
+    panels = PanelPool()
+    kernels = Kernels.detect(mode=KernelMode(options.kernels), run=panels)
+    rows = EmbeddingRows(prepared.plan.table, dtype=prepared.dtype)
+    threads = choose_threads(options.threads)
+    runner = ModelRunner(shell, device, residency, rows, kernels, tracer, threads, panels, hooks.layer_outputs)
     pid = reader.pid
     watch = MemoryWatch(shared=lambda: reader.shared_nbytes, pids=lambda: [] if pid is None else [pid])
     streamed = StreamedModel(prepared, residency, runner, tracer, clock, watch)
@@ -334,5 +336,6 @@ def _shut_down(streamed: StreamedModel, device: Device, reader: Reader) -> None:
     streamed.join()
     streamed.watch.close()
     streamed.runner.rows.close()
+    streamed.runner.panels.close()
     reader.close()
     device.close()

@@ -14,6 +14,7 @@ from layers.decoder import DecoderModel
 from quant.kernels import Kernels
 from streaming.device import Device
 from streaming.embedding_rows import EmbeddingRows
+from streaming.panel_pool import PanelPool
 from streaming.residency import Residency
 from streaming.trace import Tracer
 
@@ -45,6 +46,7 @@ class ModelRunner:
     kernels: Kernels
     tracer: Tracer
     threads: ThreadCounts
+    panels: PanelPool
     layer_outputs: Callable[[str, torch.Tensor], None] | None = None
     layers: Sequence[str] = field(init=False)
 
@@ -95,3 +97,4 @@ class ModelRunner:
         wanted = self.threads.resident if self.residency.all_ready() else self.threads.loading
         if torch.get_num_threads() != wanted:
             torch.set_num_threads(wanted)
+        self.panels.threads = wanted

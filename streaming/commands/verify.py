@@ -76,11 +76,13 @@ _Run = tuple[dict[str, "torch.Tensor"], "torch.Tensor"]
 
 
 def _compare_all(prepared: Prepared, ids: list[int], llm: LLM, while_loading: _Run, resident: _Run) -> Report:
+    from quant.kernels import Kernels
     from streaming.commands.resident import resident_model, run_resident
 
     device = prepared.options.device
     model = resident_model(prepared.checkpoint.root, prepared.config, prepared.specs, device=device)
-    outputs, logits = run_resident(model, ids, llm.kernels, dtype=prepared.dtype, device=device)
+    kernels = Kernels.detect(mode=llm.kernels.mode)
+    outputs, logits = run_resident(model, ids, kernels, dtype=prepared.dtype, device=device)
     report = Report()
     _compare_stored(report, llm.shell, model)
     for label, (seen, found) in (("while loading", while_loading), ("once resident", resident)):

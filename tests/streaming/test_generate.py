@@ -181,7 +181,13 @@ def test_a_prompt_that_cannot_be_answered_is_refused_in_words(llm: LLM, ids: lis
     assert len(greedy(llm, PROMPTS[0], 1)) == 1  # and the model goes on
 
 
-@pytest.mark.parametrize("ids", [[1.5], ["5"], [None], [True]])
+def test_ids_of_any_integer_type_are_taken(llm: LLM) -> None:
+    import numpy
+
+    assert greedy(llm, numpy.array(PROMPTS[0]), 3) == greedy(llm, PROMPTS[0], 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ids", [[1.5], ["5"], [None]])
 def test_ids_that_are_no_whole_numbers_are_refused(llm: LLM, ids: list[Any]) -> None:
     with pytest.raises(OptionError, match="token id"):
         llm.complete([ids], SamplingParams(max_tokens=1))
@@ -266,7 +272,7 @@ def test_pieces_of_text_make_the_whole_answer(demo: LLM) -> None:
     pieces = list(demo.generate(TEXTS[0], params))
     (completion,) = demo.complete([TEXTS[0]], params)
     assert "".join(pieces) == completion.text
-    assert completion.text == demo.tokenizer.decode(list(completion.token_ids))
+    assert completion.text == demo.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True)
     assert len(pieces) > 3
     assert all(pieces)
 
