@@ -2,8 +2,8 @@
 
 usage: python examples/chat_while_loading.py [MODEL] [--question TEXT | --ids 1,2,3] [--max-tokens N]
 
-The bar stands on stderr (. not there, + on its way, # ready), the answer on stdout; without a question it is read from
-stdin while the layers come. What waits for an open model blocks, so it runs in a worker thread.
+The bar stands on stderr (. not there, + on its way, # ready), the answer on stdout; without --question it is read from
+stdin while layers come. What waits for an open model blocks, so it runs in a worker thread.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ class Bar:
 
     def draw(self, _layer: str, _state: LayerState) -> None:
         """Called in the event loop's thread at every change."""
-        bar = "".join(MARKS[state] for state in self.model.readiness.values())
-        if bar != self.shown:
-            sys.stderr.write(f"[{bar}]\n")
-        self.shown = bar
+        before, self.shown = self.shown, "".join(MARKS[state] for state in self.model.readiness.values())
+        if self.shown != before:
+            sys.stderr.write(f"[{self.shown}]\n")
 
 
 def answer(model: StreamedModel, options: argparse.Namespace) -> None:
@@ -56,8 +55,8 @@ def answer(model: StreamedModel, options: argparse.Namespace) -> None:
 
 def chat_ids(tokenizer: Tokenizer, question: str) -> list[int]:
     """The question in the model's chat template, as token ids."""
-    messages, special = [{"role": "user", "content": question}], tokenizer.special_tokens
-    text = render_chat(tokenizer.chat_template or "", messages, add_generation_prompt=True, special_tokens=special)
+    asked, special = [{"role": "user", "content": question}], tokenizer.special_tokens
+    text = render_chat(tokenizer.chat_template or "", asked, add_generation_prompt=True, special_tokens=special)
     return tokenizer.encode(text, add_special_tokens=False)
 
 

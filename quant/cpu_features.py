@@ -17,7 +17,7 @@ class CpuFeatures:
 
     @classmethod
     def detect(cls) -> CpuFeatures:
-        """Of this machine, as far as torch and oneDNN are allowed to use them (ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA)."""
+        """Of this machine, as far as oneDNN is allowed to use them (ONEDNN_MAX_CPU_ISA)."""
         return cls(native_bf16=_native_bf16())
 
 
@@ -28,8 +28,6 @@ _ISA_WITHOUT_BF16 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE
 def _native_bf16() -> bool:
     if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _ISA_WITHOUT_BF16:
         return False
-    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
-        return False
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

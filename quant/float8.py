@@ -35,7 +35,7 @@ class Fp8PerTensor:
         """0: the scale is taken over all rows of a section."""
         return 0
 
-    def storage(self, sections: tuple[int, ...], in_features: int, *, wide: DType) -> dict[str, StoredSpec]:  # noqa: ARG002
+    def storage(self, sections: tuple[int, ...], in_features: int, *, wide: DType) -> dict[str, StoredSpec]:
         """One byte a number, one float32 a section."""
         return {
             "weight": StoredSpec((total_rows(sections), in_features), DType.F8_E4M3),
@@ -101,7 +101,7 @@ class Fp8PerChannel:
         """1: each row has a scale of its own."""
         return 1
 
-    def storage(self, sections: tuple[int, ...], in_features: int, *, wide: DType) -> dict[str, StoredSpec]:  # noqa: ARG002
+    def storage(self, sections: tuple[int, ...], in_features: int, *, wide: DType) -> dict[str, StoredSpec]:
         """One byte a number, one float32 a row."""
         rows = total_rows(sections)
         return {
@@ -125,7 +125,7 @@ class Fp8PerChannel:
         encode_rows(weight, out["weight_scale"], out["weight"], workspace)
 
     def dequantize(
-        self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], *, dtype: torch.dtype  # noqa: ARG002
+        self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], *, dtype: torch.dtype
     ) -> torch.Tensor:
         """code x scale, in float32, rounded once."""
         return (stored["weight"].float() * stored["weight_scale"].unsqueeze(1)).to(dtype)
@@ -134,7 +134,7 @@ class Fp8PerChannel:
         self,
         x: torch.Tensor,
         stored: Mapping[str, torch.Tensor],
-        sections: tuple[int, ...],  # noqa: ARG002
+        sections: tuple[int, ...],
         bias: torch.Tensor | None,
         *,
         kernels: Kernels,
@@ -158,7 +158,7 @@ class Fp8PerBlock:
         """A block's height."""
         return BLOCK
 
-    def storage(self, sections: tuple[int, ...], in_features: int, *, wide: DType) -> dict[str, StoredSpec]:  # noqa: ARG002
+    def storage(self, sections: tuple[int, ...], in_features: int, *, wide: DType) -> dict[str, StoredSpec]:
         """One byte a number, one float32 a block."""
         return {
             "weight": StoredSpec((total_rows(sections), in_features), DType.F8_E4M3),

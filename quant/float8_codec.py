@@ -46,7 +46,7 @@ def strips(weight: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def encode_rows(weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, workspace: Workspace) -> None:
-    """out[r] = e4m3fn(weight[r] / scale[r]), rounded to nearest even, in float32. scale [R] float32, or one number [1]."""
+    """out[r] = e4m3fn(weight[r] / scale[r]) in float32, to nearest even. scale float32 [R], or one number [1]."""
     if weight.device.type != "cpu":
         out.copy_(weight.float() / scale.unsqueeze(1))
         return

@@ -1,4 +1,4 @@
-"""INT8 weights, symmetric, one float32 scale for each output channel: scale = amax / 127, stored = round(weight / scale)."""
+"""INT8 weights, symmetric, a float32 scale per output channel: scale = amax / 127, stored = round(weight / scale)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Int8PerChannel:
         """1: each row has a scale of its own."""
         return 1
 
-    def storage(self, sections: tuple[int, ...], in_features: int, *, wide: DType) -> dict[str, StoredSpec]:  # noqa: ARG002
+    def storage(self, sections: tuple[int, ...], in_features: int, *, wide: DType) -> dict[str, StoredSpec]:
         """One byte a number, one float32 a row."""
         rows = total_rows(sections)
         return {
@@ -46,8 +46,8 @@ class Int8PerChannel:
 
     def quantize_into(self, weight: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
         """A scale for each row."""
-        from quant.int8_codec import encode_rows, scale_of
         from quant.float8_codec import row_amax
+        from quant.int8_codec import encode_rows, scale_of
         from quant.panels import Workspace
 
         workspace = Workspace()
@@ -55,7 +55,7 @@ class Int8PerChannel:
         encode_rows(weight, out["weight_scale"], out["weight"], workspace)
 
     def dequantize(
-        self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], *, dtype: torch.dtype  # noqa: ARG002
+        self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], *, dtype: torch.dtype
     ) -> torch.Tensor:
         """number x scale, in float32, rounded once."""
         return (stored["weight"].float() * stored["weight_scale"].unsqueeze(1)).to(dtype)
@@ -64,7 +64,7 @@ class Int8PerChannel:
         self,
         x: torch.Tensor,
         stored: Mapping[str, torch.Tensor],
-        sections: tuple[int, ...],  # noqa: ARG002
+        sections: tuple[int, ...],
         bias: torch.Tensor | None,
         *,
         kernels: Kernels,

@@ -58,7 +58,7 @@ class Kernels:
         if self._straight(rows, weight):
             return self._by_panel(x, weight, bias, self._straight_panel)
 
-        def widen(start: int, stop: int, out: torch.Tensor, workspace: Workspace) -> None:  # noqa: ARG001
+        def widen(start: int, stop: int, out: torch.Tensor, workspace: Workspace) -> None:
             out.copy_(weight[start:stop])
 
         return self._by_strip(x, weight, bias, widen, None, dtype=torch.float32)
@@ -82,7 +82,7 @@ class Kernels:
         if packed and self.mode is not KernelMode.EXACT:
             return self._by_panel(x, weight, bias, _int8_panel(scale))
 
-        def widen(start: int, stop: int, out: torch.Tensor, workspace: Workspace) -> None:  # noqa: ARG001
+        def widen(start: int, stop: int, out: torch.Tensor, workspace: Workspace) -> None:
             out.copy_(weight[start:stop])
 
         return self._by_strip(x, weight, bias, widen, scale, dtype=self._strip_dtype(x))

@@ -16,7 +16,7 @@ import torch
 PANELS = 16  # at most: enough for as many threads, few enough that handing them out costs little
 LEAST_NBYTES = 1 << 20  # of a weight's panel: less is not worth a thread's while
 MULTIPLE = 128  # rows: whole scale blocks, and whole tiles of the kernels
-STRIP_NBYTES = 2 << 20  # of the wide buffer that a panel is expanded into piece by piece: stays in the second-level cache
+STRIP_NBYTES = 2 << 20  # of the buffer that a panel is widened into: stays in the second-level cache
 
 
 class Workspace:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quant.dtypes import DType
-from quant.sections import row_range, total_rows
 from quant.scheme import StoredSpec
+from quant.sections import row_range, total_rows
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""firstlayer's runtime: a model is planned from headers, read in the background, and computed layer by layer as it comes.
+"""firstlayer's runtime: a model is planned from headers, read in the background, and computed as its layers come.
 
     from streaming import LLM, SamplingParams
 
@@ -59,7 +59,6 @@ __all__ = [
     "TensorMismatchError",
     "WorkerError",
     "open_llm",
-
 ]
 
 _HOMES = {
@@ -74,13 +73,14 @@ _HOMES = {
     "StreamedModel": "streaming.model",
     "Summary": "streaming.stats",
     "open_llm": "streaming.llm",
-
 }
+
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES.get(name, "streaming.errors")), name)
+
 
 def __dir__() -> list[str]:
     return sorted(__all__)

@@ -9,12 +9,13 @@ import argparse
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from layers.errors import ModelConfigError
+from layers.errors import LogitsError, ModelConfigError, WeightError
 from quant.errors import QuantError
 from streaming.errors import OptionError, StreamingError
 from streaming.options import DTYPES, KERNELS, READERS, STRATEGIES, LoadOptions
@@ -53,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
         return 1
     except OptionError as error:
         return _fail(str(error), options, status=2)
-    except (StreamingError, ModelConfigError, QuantError, MemoryError, OSError) as error:
+    except (StreamingError, ModelConfigError, WeightError, LogitsError, QuantError, MemoryError, OSError) as error:
         return _fail(_one_cause(error), options)
 
 
@@ -65,7 +66,7 @@ def _one_cause(error: BaseException) -> str:
 
 def _fail(message: str, options: argparse.Namespace, *, status: int = 1) -> int:
     if options.debug:
-        logging.getLogger(__name__).exception("traceback of the error below")
+        traceback.print_exc()
     sys.stderr.write(f"firstlayer {options.command}: error: {message}\n")
     return status
 
@@ -95,7 +96,7 @@ def warn(text: str) -> None:
 
 def make_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     """Every command; the options of the `chosen` one only (None: of all), since each brings modules to import."""
-    parser = _Parser(prog="firstlayer", description="Streams a language model in, layer by layer, and answers meanwhile.")
+    parser = _Parser(prog="firstlayer", description="Streams a language model in and answers meanwhile.")
     parser.add_argument("--version", action=_Version, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
@@ -115,7 +116,7 @@ class _Version(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *ignored: object) -> None:
         from importlib.metadata import PackageNotFoundError, version
-        
+
         try:
             found = version("firstlayer")
         except PackageNotFoundError:
@@ -152,12 +153,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
 
 def load_options(options: argparse.Namespace) -> LoadOptions:
     """What the command line says of loading. Raises OptionError."""
-    return LoadOptions(**load_keywords(options))
-
-
-def load_keywords(options: argparse.Namespace) -> dict[str, object]:
-    """The same, as keywords for `LLM`."""
-    return {name: getattr(options, name) for name in LoadOptions.__dataclass_fields__}
+    return LoadOptions(**{name: getattr(options, name) for name in LoadOptions.__dataclass_fields__})
 
 
 def parse_ids(text: str) -> list[int]:

@@ -80,7 +80,7 @@ class _ByteLevel:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def feed(self, token_id: int, piece: str) -> str:  # noqa: ARG002
+    def feed(self, token_id: int, piece: str) -> str:
         try:
             spelled = bytes([_BYTE_OF[character] for character in piece])
         except KeyError:  # an added token with other characters is its own text
@@ -99,7 +99,7 @@ class _ByteFallback:
         self._spaces_to_drop = decoding.strip_left
         self._run = bytearray()
 
-    def feed(self, token_id: int, piece: str) -> str:  # noqa: ARG002
+    def feed(self, token_id: int, piece: str) -> str:
         if found := _BYTE_TOKEN.fullmatch(piece):
             self._run.append(int(found[1], 16))
             return ""
@@ -142,7 +142,7 @@ class _Window:
         self._ids: list[int] = []
         self._printed = 0  # how many of them were printed already
 
-    def feed(self, token_id: int, piece: str) -> str:  # noqa: ARG002
+    def feed(self, token_id: int, piece: str) -> str:
         self._ids.append(token_id)
         waiting = len(self._ids) - self._printed
         text = self._new_text()

@@ -13,7 +13,7 @@ import torch
 from streaming.errors import StreamClosedError
 
 
-class RequestCancelled(Exception):
+class RequestCancelled(Exception):  # noqa: N818  (not an error: it ends what nobody waits for)
     """Raised inside the forward pass of a request that nobody waits for any more; never reaches the user."""
 
 

@@ -1,4 +1,4 @@
-"""Generation: prompts in, tokens and text out, one step of the whole batch after the other. Runs in the forward thread."""
+"""Generation: prompts in, tokens and text out, one step of the whole batch after the other; in the forward thread."""
 
 from __future__ import annotations
 
@@ -137,9 +137,7 @@ def generate(
         inputs = [[answer.token_ids[-1]] for answer in active]
 
 
-def _begin(
-    index: int, request: Request, tokenizer: Tokenizer | None, new_cache: Callable[[int], KVCache]
-) -> _Answer:
+def _begin(index: int, request: Request, tokenizer: Tokenizer | None, new_cache: Callable[[int], KVCache]) -> _Answer:
     params = request.params
     cache = new_cache(len(request.prompt_ids) + params.max_tokens)
     detokenizer = StreamingDetokenizer(tokenizer, request.prompt_ids) if tokenizer is not None else None

@@ -69,10 +69,10 @@ def start_reader(prepared: Prepared) -> Reader:
     return open_reader(prepared.read_plan)
 
 
-def bring_torch(tracer: Tracer, clock: RunClock) -> None:
-    """Import torch and what stands on it, noting how long it took."""
+def bring_torch(tracer: Tracer, clock: RunClock, *, whole: bool = True) -> None:
+    """Import torch and what stands on it, noting how long it took. `whole=False` is for the command line's process."""
     with tracer.span("import", "torch"):
-        import_torch()
+        import_torch(whole=whole)
         import streaming.model  # noqa: F401  (its modules are part of the fixed time)
     clock.once("imports_done_s")
 
@@ -123,20 +123,25 @@ class LLM:
         self._open(prepare(str(model), LoadOptions(**options)), clock, hooks)
 
     @classmethod
-    def start(cls, prepared: Prepared, *, clock: RunClock | None = None, hooks: Hooks = _NO_HOOKS) -> LLM:
-        """Open a model that has been planned already; `clock` says where its times count from."""
+    def start(
+        cls, prepared: Prepared, *, clock: RunClock | None = None, hooks: Hooks = _NO_HOOKS, whole_torch: bool = True
+    ) -> LLM:
+        """Open a model that has been planned already; `clock` says where its times count from.
+
+        `whole_torch=False` shortens the import of torch in a process that runs nothing but this (see torch_import).
+        """
         llm = cls.__new__(cls)
-        llm._open(prepared, clock or RunClock(start_s=time.monotonic()), hooks)
+        llm._open(prepared, clock or RunClock(start_s=time.monotonic()), hooks, whole_torch=whole_torch)
         return llm
 
-    def _open(self, prepared: Prepared, clock: RunClock, hooks: Hooks) -> None:
+    def _open(self, prepared: Prepared, clock: RunClock, hooks: Hooks, *, whole_torch: bool = True) -> None:
         self.tracer, self.clock, self.prepared = Tracer(), clock, prepared
         self._stack, self._closed = ExitStack(), False
         reader = self._stack.enter_context(closing(start_reader(self.prepared)))
         try:
             self.clock.once("load_begin_s")
             self._tokenizer = self._begin_tokenizer()
-            bring_torch(self.tracer, self.clock)
+            bring_torch(self.tracer, self.clock, whole=whole_torch)
             self._model = self._start(reader, hooks)
         except BaseException:
             self._stack.close()
@@ -175,7 +180,9 @@ class LLM:
         """The answers to several prompts, which share each layer's arrival: pieces in the order in which they come."""
         from streaming.generate import Piece
 
-        job = self._open_model().submit(self._requests(prompts, params or SamplingParams()), self._text_tokenizer(prompts))
+        job = self._open_model().submit(
+            self._requests(prompts, params or SamplingParams()), self._text_tokenizer(prompts)
+        )
         for event in job.results():
             if isinstance(event, Piece):
                 yield event
@@ -278,7 +285,18 @@ class LLM:
         if not self._closed:
             self._closed = True
             self._model.close()
-            self._stack.close()
+            try:
+                self._stack.close()
+            finally:
+                self._join_workers()
+
+    def _join_workers(self) -> None:
+        """Wait for the event loop's worker threads, which end with it but are daemons.
+
+        One that is still taking leave of torch when the interpreter ends would abort the process.
+        """
+        for thread in self._model.workers:
+            thread.join(timeout=5.0)
 
     def __enter__(self) -> LLM:
         return self

@@ -7,6 +7,7 @@ process, page-locked memory.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -56,6 +57,7 @@ class StreamedModel:
     load_error: BaseException | None = None
     warnings: list[str] = field(default_factory=list)
     closing: bool = False
+    workers: set[threading.Thread] = field(default_factory=set)
     _forward: ForwardThread = field(default_factory=ForwardThread)
     _timing: Timing = field(default_factory=Timing)
     _completions: list[Completion] = field(default_factory=list)
@@ -104,11 +106,12 @@ class StreamedModel:
     def _generate(self, requests: list[Request], tokenizer: Tokenizer | None, job: Job) -> Iterator[Piece | Completion]:
         self._cache_nbytes = 0
         timing = self._timing = Timing()
-        stop = partial(self._stop, job)
-        made = generate(
-            self.runner, requests, tokenizer=tokenizer, new_cache=self.new_cache, stop=stop, timing=timing
-        )
+        stop, marked = partial(self._stop, job), bool(self._completions)
+        made = generate(self.runner, requests, tokenizer=tokenizer, new_cache=self.new_cache, stop=stop, timing=timing)
         for value in made:
+            if timing.first_token_s and not marked:
+                marked = True
+                self.tracer.mark("first token", at_s=timing.first_token_s)
             if isinstance(value, Completion):
                 self._completions.append(value)
             yield value
@@ -249,7 +252,7 @@ async def run_model(
     pipeline = Pipeline(
         prepared.plan, reader, device, streamed.residency, tracer,
         threads=streamed.runner.threads.loading, check_weights=prepared.options.check_weights,
-        hooks=told,
+        hooks=told, workers=streamed.workers,
     )  # fmt: skip
     failure: BaseException | None = None
     try:
@@ -282,7 +285,7 @@ def _assemble(
     shell = build_shell(prepared.config, prepared.specs)
     attach(shell, device.stored)
     residency = Residency([spec.name for spec in prepared.specs if spec.params], tracer)
-    residency.on_change(lambda layer, state: clock.once("first_ready_s") if state is LayerState.READY else None)
+    residency.on_change(partial(_note_first_ready, clock, tracer))
     options = prepared.options
     panels = PanelPool()
     kernels = Kernels.detect(mode=KernelMode(options.kernels), run=panels)
@@ -297,6 +300,12 @@ def _assemble(
     return streamed
 
 
+def _note_first_ready(clock: RunClock, tracer: Tracer, layer: str, state: LayerState) -> None:
+    if state is LayerState.READY and clock.first_ready_s is None:
+        clock.once("first_ready_s")
+        tracer.mark(f"{layer} ready")
+
+
 def _note(streamed: StreamedModel, warn: Callable[[str], None], text: str) -> None:
     streamed.warnings.append(text)
     warn(text)
@@ -308,7 +317,7 @@ async def _load(pipeline: Pipeline, streamed: StreamedModel, device: Device) -> 
         if streamed.prepared.retie:
             await anyio.to_thread.run_sync(_compare_tied, device.stored, pipeline.hooks.warn)
         streamed.clock.once("load_end_s")
-        streamed.tracer.mark("load done")
+        streamed.tracer.mark("load done", at_s=streamed.clock.load_end_s)
     except Exception as error:
         streamed.load_error = error
 

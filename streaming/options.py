@@ -79,5 +79,5 @@ def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def _positive(option: str, value: int | None) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+    if value is not None and (isinstance(value, bool) or value < 1):
         raise OptionError(f"{option} {value!r}: a whole number of at least 1 is needed")

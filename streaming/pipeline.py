@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -63,6 +64,7 @@ class Pipeline:
     check_weights: bool = False
     hooks: Hooks = field(default_factory=Hooks)
     checks: WeightChecks = field(default_factory=WeightChecks)
+    workers: set[threading.Thread] = field(default_factory=set)  # that have run stages
     _released: int = 0
     _seconds: dict[tuple[str, str], float] = field(default_factory=dict)  # (layer, stage) -> work so far
     _last: dict[int, LayerPlan] = field(default_factory=dict)  # a layer's last item -> the layer
@@ -220,6 +222,7 @@ class Pipeline:
 
     def _in_worker(self, work: Callable[[LoadItem], T], item: LoadItem, stage: str) -> T:
         begin = time.monotonic()
+        self.workers.add(threading.current_thread())
         torch.set_num_threads(self.threads)  # thread-local, as is the next: both belong into the worker
         try:
             with torch.inference_mode():

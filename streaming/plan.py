@@ -116,8 +116,9 @@ def make_plan(
 ) -> LoadPlan:
     """Join the shell's parameters with the checkpoint's tensors.
 
-    `tied`: embedding and head are one matrix, stored under either name. `direct`: the device can be read into (the CPU). `is_zero` answers for the few small tensors that have
-    no home whether they hold only zeros. Raises CheckpointError with *all* problems.
+    `tied`: embedding and head are one matrix, stored under either name. `direct`: the device can be read into (the
+    CPU). `is_zero` answers for the few small tensors without a home whether they hold only zeros. `unwrap`: read names
+    as if a wrapper's prefix were not there. Raises CheckpointError with *all* problems.
     """
     sources = match_names(checkpoint.tensors, specs, weight_map, tied=tied, unwrap=unwrap, is_zero=is_zero)
     if sources.problems:
@@ -136,7 +137,7 @@ def make_plan(
 
 
 def reading_order(specs: Sequence[LayerSpec]) -> list[LayerSpec]:
-    """The decoder's layers, then the head, then the embedding table: the prompt's rows of it are fetched first anyway."""
+    """The decoder's layers, the head, then the embedding table: the prompt's rows of it are fetched first anyway."""
     return [spec for spec in specs if spec.name != "embed"] + [spec for spec in specs if spec.name == "embed"]
 
 
@@ -168,8 +169,11 @@ def match_names(
     unwrap: bool,
     is_zero: Callable[[TensorInfo], bool],
 ) -> Sources:
-    """Give every tensor its home. Names that a trainer's wrapper changed are recognised when all names match without it:
-    then they are read so (`unwrap`), or the report says what would make them match."""
+    """Give every tensor its home.
+
+    Names that a trainer's wrapper changed are recognised when all names match without it: then they are read so
+    (`unwrap`), or the report says what would make them match.
+    """
     plain = _match(tensors, specs, weight_map, tied=tied, is_zero=is_zero)
     if not plain.problems:
         return plain

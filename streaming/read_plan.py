@@ -55,11 +55,11 @@ class ReadPlan:
 
 
 def plan_reads(plan: LoadPlan, *, window_nbytes: int) -> ReadPlan:
-    """Lay out both regions and cut every item into pieces. Raises BudgetError when an item is larger than the window."""
-    if plan.largest_staged_nbytes > window_nbytes:
+    """Lay out both regions, cut every item into pieces. Raises BudgetError when an item is larger than the window."""
+    if (largest := plan.largest_staged_nbytes) > window_nbytes:
         raise BudgetError(
             f"the window of {window_nbytes:,} bytes is smaller than the largest weight that passes through it "
-            f"({plan.largest_staged_nbytes:,} bytes): ask for --window {-(-plan.largest_staged_nbytes >> 20)}MiB or more"
+            f"({largest:,} bytes): ask for --window {-(-largest >> 20)}MiB or more"
         )
     staged = [item for item in plan.items if not item.direct]
     slots = ring_slots([item.nbytes for item in staged], capacity=window_nbytes)

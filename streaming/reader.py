@@ -158,7 +158,8 @@ class ProcessReader:
         finally:
             job = self._job(files, threads)
             _close_all(files)
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._records = _Records(self._process.stdout.fileno(), len(read_plan.pieces))
         self._send(job)
 
@@ -201,7 +202,8 @@ class ProcessReader:
         self._send(reading.COUNT.pack(count))
 
     def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.stdout.close()
@@ -228,7 +230,9 @@ class ThreadReader:
         regions = [memoryview(self._memory.get(region, b"")) for region in Region]
         fill = reading.fill_memory(regions)
         self._reader = reading.PieceReader(_flat(read_plan), self._files, fill, self._report, before=before)
-        self._threads = [threading.Thread(target=self._reader.run, name="firstlayer-read", daemon=True) for _ in range(threads)]
+        self._threads = [
+            threading.Thread(target=self._reader.run, name="firstlayer-read", daemon=True) for _ in range(threads)
+        ]
         for thread in self._threads:
             thread.start()
 

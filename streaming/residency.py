@@ -108,7 +108,7 @@ class Residency:
                 self._leases[layer] -= 1
 
     def lease_rows(self, layer: str, param: str, rows: int, *, stop: Callable[[], None]) -> None:
-        """Wait until the first `rows` rows of a parameter are there; rows, once there, stay until the layer is evicted."""
+        """Wait until the first `rows` rows of a parameter are there; they stay until the layer is evicted."""
         self._await(layer, lambda: self._rows.get(param, 0) >= rows or self.is_ready(layer), stop)
 
     def wake(self) -> None:
@@ -129,7 +129,7 @@ class Residency:
             self._stalled(layer, stage, begin)
 
     def _stalled(self, layer: str, stage: str, begin: float) -> None:
-        """Book the time since `begin` on the stage in which the layer was: one span, so the trace says what was missing."""
+        """Book the time since `begin` on the stage in which the layer was, as a span: the trace says what was missing."""
         now = time.monotonic()
         if now - begin > _SHORTEST_STALL_S:
             self.stalls[stage] = self.stalls.get(stage, 0.0) + now - begin

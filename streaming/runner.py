@@ -1,4 +1,4 @@
-"""The forward pass over layers that may still be arriving: it leases each before it computes it, and waits nowhere else."""
+"""The forward pass over layers that may still be arriving: it leases each before computing it, and waits nowhere else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from streaming.trace import Tracer
 
 @dataclass(frozen=True)
 class ThreadCounts:
-    """Threads of torch's own: while loading one core is left to the reader and one to the quantizer, where there are."""
+    """Compute threads: while loading, a core is left to the reader and one to the quantizer, where there are so many."""
 
     loading: int
     resident: int

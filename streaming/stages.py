@@ -35,7 +35,7 @@ def needs_decoding(item: LoadItem) -> bool:
 
 
 def item_views(item: LoadItem, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parts of a parameter's stored tensors that this item fills: rows of a section, with the scales of those rows."""
+    """The parts of a parameter's stored tensors that this item fills: rows of a section, with their scales."""
     rows = item.param.sections[item.section].rows
     if item.param.kind in (ParamKind.LINEAR, ParamKind.HEAD):
         views = item.param.scheme.section_views(stored, item.param.section_rows, item.section)

@@ -58,7 +58,9 @@ class Summary:
 
     def as_dict(self) -> dict[str, object]:
         """For JSON: seconds to the millisecond's tenth, everything else as it is."""
-        return {key: round(value, 4) if isinstance(value, float) else _rounded(value) for key, value in asdict(self).items()}
+        return {
+            key: round(value, 4) if isinstance(value, float) else _rounded(value) for key, value in asdict(self).items()
+        }
 
 
 def _rounded(value: object) -> object:

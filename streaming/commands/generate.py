@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from layers.sampling_params import SamplingParams
 from streaming import cli
 from streaming.clock import RunClock
 from streaming.commands.run_files import add_file_options, check_file_options, write_run_files
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     prompts = given_prompts(options)
     prepared = prepare(options.model, cli.load_options(options))
     progress = make_progress(options, prepared)
-    with LLM.start(prepared, clock=clock, hooks=progress_hooks(progress)) as llm:
+    with LLM.start(prepared, clock=clock, hooks=progress_hooks(progress), whole_torch=False) as llm:
         asked = [llm.chat_prompt([{"role": "user", "content": str(p)}]) for p in prompts] if options.chat else prompts
         try:
             _print_pieces(llm, asked, options, progress, params)
@@ -83,7 +84,7 @@ def progress_hooks(progress: Progress) -> Hooks:
 
 
 def _print_pieces(
-    llm: LLM, prompts: Sequence[Prompt], options: argparse.Namespace, progress: Progress, params: object
+    llm: LLM, prompts: Sequence[Prompt], options: argparse.Namespace, progress: Progress, params: SamplingParams
 ) -> None:
     silent, shown = options.json, -1
     if len(prompts) > 1 and not silent:

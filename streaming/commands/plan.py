@@ -63,11 +63,14 @@ def plan_lines(prepared: Prepared, rates: list[int]) -> list[str]:
     plan, budget = prepared.plan, prepared.budget
     head = f"{'layer':<12} {'items':>6} {'read':>12} {'kept':>12}  files"
     rows = [_layer_line(layer) for layer in plan.layers]
-    total = f"{'total':<12} {len(plan.items):>6} {format_size(plan.read_nbytes):>12} {format_size(plan.kept_nbytes):>12}"
+    total = (
+        f"{'total':<12} {len(plan.items):>6} {format_size(plan.read_nbytes):>12} {format_size(plan.kept_nbytes):>12}"
+    )
     peak = (
         f"peak {format_size(budget.peak_nbytes)}: weights {format_size(budget.kept_nbytes)}, window "
         f"{format_size(budget.window_nbytes)}, conversion {format_size(budget.convert_nbytes)}, KV cache "
-        f"{format_size(budget.cache_nbytes)}; limit {format_size(budget.limit_nbytes) if budget.limit_nbytes else 'none'}"
+        f"{format_size(budget.cache_nbytes)}; limit "
+        f"{format_size(budget.limit_nbytes) if budget.limit_nbytes else 'none'}"
     )
     times = ", ".join(f"{plan.read_nbytes / rate:.2f} s at {format_size(rate)}/s" for rate in rates)
     config = prepared.config

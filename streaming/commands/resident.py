@@ -26,9 +26,7 @@ Names = Sequence[str]
 GetTensor = Callable[[str], torch.Tensor]
 
 
-def resident_model(
-    root: Path, config: ModelConfig, specs: Sequence[LayerSpec], *, device: str
-) -> DecoderModel:
+def resident_model(root: Path, config: ModelConfig, specs: Sequence[LayerSpec], *, device: str) -> DecoderModel:
     """The whole model in memory, filled eagerly."""
     with ExitStack() as stack, torch.inference_mode():
         names, get_tensor = _open(root, config, stack)

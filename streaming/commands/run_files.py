@@ -42,7 +42,9 @@ def write_run_files(options: argparse.Namespace, tracer: Tracer, clock: RunClock
 def run_facts(summary: Summary) -> dict[str, str]:
     """What stands below a picture's title."""
     seconds = {
-        "first token": summary.ttft_s, "first layer ready": summary.first_layer_ready_s, "load done": summary.load_done_s,
-    }  # fmt: skip
+        "first token": summary.ttft_s,
+        "first layer ready": summary.first_layer_ready_s,
+        "load done": summary.load_done_s,
+    }
     facts = {name: f"{value:.2f} s" for name, value in seconds.items() if value is not None}
     return facts | {"read": format_size(summary.bytes_read), "kept": format_size(summary.bytes_kept)}

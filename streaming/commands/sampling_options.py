@@ -11,7 +11,7 @@ from streaming.errors import OptionError
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
     """--max-tokens, --temperature and their like."""
     add = parser.add_argument_group("sampling").add_argument
-    add("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"of the answer, at most (default {max_tokens})")
+    add("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"of the answer (default {max_tokens})")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) takes the likeliest token")
     add("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0: all")
     add("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens that reach P together")

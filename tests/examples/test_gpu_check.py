@@ -15,6 +15,7 @@ from examples import gpu_check
 from examples.gpu_check import Claim, NoWaits, Run
 from examples.gpu_measure import ONE_BILLION, Gpu, copy_rate, write_random_checkpoint
 from examples.write_tiny_model import TinyModel, tensor_shapes
+from quant.registry import scheme_names
 from streaming import Summary
 from streaming.trace import Span
 
@@ -75,10 +76,12 @@ def test_a_window_of_the_wrong_size_or_without_its_lock_is_a_fault() -> None:
 # --- what is measured
 
 
-def test_equality_is_what_verify_says_of_every_folder(tiny: Path) -> None:
-    claim = gpu_check.check_equal([tiny], "cpu", "none")
+@pytest.mark.parametrize("scheme", scheme_names())
+def test_equality_is_what_verify_says_of_every_folder(tiny: Path, scheme: str) -> None:
+    claim = gpu_check.check_equal([tiny], "cpu", scheme)
     assert claim.holds, claim
-    assert claim.facts["stored_tensors"] == 3 * 6 + 3  # a layer keeps qkv, o, gate_up, down and two norms
+    weights = 3 * 4  # a layer keeps qkv, o, gate_up and down, each with its scales where there are any, and two norms
+    assert claim.facts["stored_tensors"] == weights + (scheme != "none") * weights + 3 * 2 + 3
 
 
 def test_a_verify_that_fails_is_told_with_its_reason(tmp_path: Path) -> None:
@@ -215,8 +218,6 @@ def test_it_prints_one_json_object_and_a_table(
 
 
 def test_every_scheme_and_every_family_is_checked(tmp_path: Path) -> None:
-    from quant.registry import scheme_names
-
     names = [name for name, _ in gpu_check.checks(tmp_path, CPU, large=TinyModel())]
     for scheme in scheme_names():
         assert {f"equal {scheme}, tiny", f"equal {scheme}", f"memory {scheme}", f"no waits {scheme}"} <= set(names)

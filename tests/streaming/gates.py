@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest import mock
 
-from streaming.llm import LLM, LoadKeywords
 from streaming.hooks import Hooks
+from streaming.llm import LLM, LoadKeywords
 from streaming.prepare import Prepared
 from streaming.read_plan import Region
 from streaming.reader import Reader, ThreadReader

@@ -87,7 +87,7 @@ class Blocks(Wide):
     def row_multiple(self) -> int:
         return self.rows
 
-    def storage(self, sections: tuple[int, ...], in_features: int, *, wide: DType) -> dict[str, StoredSpec]:  # noqa: ARG002
+    def storage(self, sections: tuple[int, ...], in_features: int, *, wide: DType) -> dict[str, StoredSpec]:
         scales = sum(-(-rows // self.rows) for rows in sections) if self.rows else len(sections)
         return {
             "weight": StoredSpec((sum(sections), in_features), DType.I8),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -20,7 +22,6 @@ import torch
 from examples.write_tiny_model import TinyModel
 from quant.registry import scheme_names
 from streaming import cli
-from tests.streaming.leftovers import child_processes
 from tests.streaming.resident import resident_model, run_resident
 from tests.streaming.test_llm import DESIGN_KEYS
 from tests.streaming.waiting import SOON_S
@@ -175,14 +176,18 @@ def test_json_is_one_line_with_every_key_and_nothing_else(
     assert set(found) >= DESIGN_KEYS
     seconds = ("ttft_s", "import_s", "first_layer_ready_s", "first_forward_s", "load_done_s", "load_s", "forward_s")
     assert all(isinstance(found[key], float) and found[key] > 0 for key in seconds)
-    expected = int(run_resident(resident_model(four_layers, quantization=quantization), [5, 9, 2, 7]).logits[-1].argmax())
+    expected = int(
+        run_resident(resident_model(four_layers, quantization=quantization), [5, 9, 2, 7]).logits[-1].argmax()
+    )
     assert found["first_token_id"] == found["token_ids"][0] == expected
     assert len(found["token_ids"]) == 3
     assert (found["text"], found["finish_reason"]) == (None, "length")
 
 
 def test_several_prompts_are_all_in_the_json(firstlayer: Callable[..., Outcome], four_layers: Path) -> None:
-    done = firstlayer("generate", four_layers, "--ids", "1,2", "--ids", "3", "--max-tokens", 2, "--ignore-eos", "--json")
+    done = firstlayer(
+        "generate", four_layers, "--ids", "1,2", "--ids", "3", "--max-tokens", 2, "--ignore-eos", "--json"
+    )
     completions = json.loads(done.out)["completions"]
     assert [completion["index"] for completion in completions] == [0, 1]
     assert [len(completion["token_ids"]) for completion in completions] == [2, 2]
@@ -359,40 +364,62 @@ def test_a_reader_that_goes_away_in_the_middle_is_no_traceback(four_layers: Path
 HALTED = """
 import os, signal, sys
 import streaming.llm
+from streaming.cli import run
 from streaming.reader import ProcessReader
+
+def say_now():
+    print(*pids, file=sys.stderr, flush=True)
+
+pids = []
 
 def halted(prepared):
     reader = ProcessReader(prepared.read_plan)
     os.kill(reader.pid, signal.SIGSTOP)
-    print(reader.pid, file=sys.stderr, flush=True)
+    pids.append(reader.pid)
     return reader
 
 streaming.llm.start_reader = halted
-import streaming.cli
-os.environ["FIRSTLAYER_LOG"] = "warning"
-sys.exit(streaming.cli.run(sys.argv[1:]))
+%s
+sys.exit(run(sys.argv[1:]))
 """
+MOMENTS = {
+    "while torch is imported": """
+bring_torch = streaming.llm.bring_torch
+
+def told(*arguments):
+    say_now()
+    bring_torch(*arguments)
+
+streaming.llm.bring_torch = told
+""",
+    "while the first layer is awaited": """
+from streaming.model import StreamedModel
+submit = StreamedModel.submit
+
+def told(*arguments):
+    job = submit(*arguments)
+    say_now()
+    return job
+
+StreamedModel.submit = told
+""",
+}
 
 
-@pytest.mark.parametrize("moment", ["before torch is there", "while it waits for the first layer"])
-def test_ctrl_c_while_loading_ends_soon_with_one_line_and_no_child(moment: str, four_layers: Path) -> None:
-    """The reader's process is halted, so the load cannot end by itself."""
-    text = HALTED if moment == "before torch is there" else HALTED.replace(
-        "import streaming.cli\n", "import streaming.cli, streaming.model\nreader_ready = print\n"
-    )
-    command = [sys.executable, "-c", text, "generate", str(four_layers), "--ids", IDS]
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_ctrl_c_while_loading_ends_with_one_line_and_no_child(moment: str, four_layers: Path) -> None:
+    """The reader's process is halted: the load cannot end by itself, nor can the reader."""
+    command = [sys.executable, "-c", HALTED % MOMENTS[moment], "generate", str(four_layers), "--ids", IDS]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as done:
         assert done.stderr is not None
-        reader = int(done.stderr.readline())
-        watched = os.pidfd_open(reader)
+        watched = os.pidfd_open(int(done.stderr.readline()))
         try:
             done.send_signal(signal.SIGINT)
-            out, err = done.communicate(timeout=SOON_S)
-            assert (done.returncode, out) == (1, "")
-            assert err.splitlines() == ["firstlayer generate: error: interrupted"]
-            import select
-
-            assert select.select([watched], [], [], SOON_S)[0] == [watched]
+            assert done.wait(SOON_S) == 1
+            assert select.select([watched], [], [], SOON_S)[0] == [watched]  # readable: it has ended
         finally:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(watched, signal.SIGKILL)
             os.close(watched)
-    assert reader not in child_processes()
+        out, err = done.communicate(timeout=SOON_S)
+    assert (out, err.splitlines()) == ("", ["firstlayer generate: error: interrupted"])

@@ -107,7 +107,7 @@ def tokens(llm: LLM) -> list[int]:
 
 
 def one_failed_run(folder: Path) -> BaseException:
-    with pytest.raises(Exception) as caught, LLM(folder, dtype="float32") as llm:  # noqa: PT011, PT012
+    with pytest.raises(Exception) as caught, LLM(folder, dtype="float32") as llm:
         tokens(llm)
     return caught.value
 
@@ -116,7 +116,9 @@ def one_failed_run(folder: Path) -> BaseException:
 
 
 @each_fault
-def test_a_generation_that_waits_is_given_the_error(fault: Fault, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_generation_that_waits_is_given_the_error(
+    fault: Fault, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fault.arrange(monkeypatch)
     assert is_the_fault(one_failed_run(folder), fault, folder)
 
@@ -213,7 +215,9 @@ def test_the_error_has_its_cause(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_of_two_failures_at_once_one_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Items stand in slice and quantize at the same time, and both fail: still no group of errors."""
     monkeypatch.setattr("streaming.pipeline.slice_item", fail_from("slice", TENSOR))
-    monkeypatch.setattr("streaming.pipeline.store_item", fail_from("quantize", "model.layers.1.post_attention_layernorm.weight"))
+    monkeypatch.setattr(
+        "streaming.pipeline.store_item", fail_from("quantize", "model.layers.1.post_attention_layernorm.weight")
+    )
     for _ in range(5):
         assert isinstance(one_failed_run(folder), LayerLoadError)
 
@@ -309,9 +313,7 @@ def only_file(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("reader", [ProcessReader, ThreadReader])
-def test_a_file_that_shrinks_after_the_plan_is_told_in_words(
-    reader: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_file_that_shrinks_after_the_plan_is_told_in_words(reader: Callable[..., Any], tmp_path: Path) -> None:
     folder, file = only_file(tmp_path)
 
     def shrink(prepared: Prepared) -> Any:
@@ -371,8 +373,6 @@ def test_an_embedding_that_shrinks_is_told_in_words(tmp_path: Path) -> None:
 
 
 # --- the reader dies ------------------------------------------------------------------------------------------------
-
-
 
 
 def test_a_reader_that_is_killed_ends_every_wait(folder: Path) -> None:

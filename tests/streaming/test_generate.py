@@ -207,14 +207,16 @@ def test_text_without_a_tokenizer_says_what_is_missing(llm: LLM) -> None:
 
 def test_a_cache_beyond_the_memory_that_was_granted_is_refused_with_both_numbers(float32_folder: Path) -> None:
     """Two prompts of 512 tokens: 2 x 3 layers x 2 x 2 heads x 512 x 16 x 4 bytes of cache; one was planned for."""
-    from streaming.prepare import prepare
     from streaming.options import LoadOptions
+    from streaming.prepare import prepare
 
     limit = prepare(str(float32_folder), LoadOptions()).budget.peak_nbytes
     with LLM(float32_folder, memory=limit) as llm:
         params = SamplingParams(max_tokens=1000, ignore_eos=True)
         assert len(llm.complete([[5] * 500], params)[0].token_ids) == 12
-        with pytest.raises(BudgetError, match=r"^--memory .* is too small for a cache of 512 tokens: .* are needed") as caught:
+        with pytest.raises(
+            BudgetError, match=r"^--memory .* is too small for a cache of 512 tokens: .* are needed"
+        ) as caught:
             llm.complete([[5] * 500] * 2, params)
         assert "ask for fewer tokens or prompts" in str(caught.value)
         assert len(llm.complete([[5] * 500], params)[0].token_ids) == 12

@@ -59,9 +59,7 @@ def test_layers_are_waited_for_by_number_or_name(four_layers: Path) -> None:
 def test_a_layer_that_is_not_there_is_refused_with_those_that_are(four_layers: Path, layer: int | str) -> None:
     with LLM(four_layers) as llm, pytest.raises(OptionError) as caught:
         llm.wait_ready(layer)
-    assert str(caught.value) == (
-        f"layer {layer!r} is not one of embed, layers.0, layers.1, layers.2, layers.3, head"
-    )
+    assert str(caught.value) == (f"layer {layer!r} is not one of embed, layers.0, layers.1, layers.2, layers.3, head")
 
 
 def test_a_tied_models_table_is_part_of_its_head(tiny_folder: Callable[[TinyModel], Path]) -> None:

@@ -53,7 +53,9 @@ def test_quantizing_the_head_alone_is_refused() -> None:
 
 
 @pytest.mark.parametrize("option", ["memory", "window"])
-@pytest.mark.parametrize("value", ["", "12XB", "GiB", "-3", "1.2.3G", "1e9", "_", "one", pytest.param("9" * 400, id="999..."), True, 1.5])
+@pytest.mark.parametrize(
+    "value", ["", "12XB", "GiB", "-3", "1.2.3G", "1e9", "_", "one", pytest.param("9" * 400, id="999..."), True, 1.5]
+)
 def test_a_size_that_is_none_is_refused_by_its_option(option: str, value: object) -> None:
     message = refusal(**{option: value})
     assert message.startswith(f"--{option} {value!r}: ")

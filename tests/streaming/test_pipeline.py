@@ -83,9 +83,7 @@ def test_the_same_through_the_asynchronous_face(four_layers: Path) -> None:
     assert anyio.run(main) == LAYERS
 
 
-def test_the_head_computes_rows_while_its_last_ones_arrive(
-    four_layers: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_head_computes_rows_while_its_last_ones_arrive(four_layers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head in ten runs of rows: with nine of them there, its forward pass waits for the tenth, and only for that."""
     monkeypatch.setattr("streaming.prepare.make_plan", partial(make_plan, item_nbytes=16 * 64 * 2))
     held = threading.Event()
@@ -261,7 +259,7 @@ def test_moments_come_in_their_order(four_layers: Path) -> None:
     assert stats.first_forward_s is not None
     assert stats.ttft_s is not None
     assert stats.load_done_s is not None
-    assert 0 <= stats.import_s
+    assert stats.import_s >= 0
     assert 0 <= stats.first_layer_ready_s <= stats.first_forward_s <= stats.ttft_s
     assert stats.first_layer_ready_s <= stats.load_done_s
 
@@ -356,4 +354,3 @@ def test_a_checkpoint_is_streamed_with_one_compute_thread_or_more(four_layers: P
             llm.wait_loaded()
             assert same_bits(llm.logits(IDS), expected)
     assert torch.get_num_threads() == before
-

@@ -334,7 +334,9 @@ def covers_everything_once(plan: LoadPlan) -> bool:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    item_nbytes=st.integers(1, 30_000), block=st.sampled_from([0, 1, 3, 16, 128]), family=st.sampled_from(("llama", "phi3"))
+    item_nbytes=st.integers(1, 30_000),
+    block=st.sampled_from([0, 1, 3, 16, 128]),
+    family=st.sampled_from(("llama", "phi3")),
 )
 def test_runs_cover_every_row_once_and_keep_whole_blocks(item_nbytes: int, block: int, family: str) -> None:
     plan = plan_of(TinyModel(family=family, layers=1), scheme=Blocks(block), item_nbytes=item_nbytes)

@@ -53,8 +53,12 @@ def test_items_lie_inside_the_window_at_aligned_places(case: tuple[list[int], in
     sizes, capacity = case
     slots = ring_slots(sizes, capacity=capacity)
     assert len(slots) == len(sizes)
-    assert all(start % ALIGNMENT == 0 and start + size <= capacity for (start, _), size in zip(slots, sizes, strict=True))
-    assert all(a <= b for (_, a), (_, b) in pairwise(slots))  # an item that may be read does not overtake one that may not
+    assert all(
+        start % ALIGNMENT == 0 and start + size <= capacity for (start, _), size in zip(slots, sizes, strict=True)
+    )
+    assert all(
+        a <= b for (_, a), (_, b) in pairwise(slots)
+    )  # an item that may be read does not overtake one that may not
 
 
 @pytest.mark.parametrize(
@@ -74,7 +78,9 @@ def test_slots_by_hand(sizes: list[int], capacity: int, expected: list[tuple[int
 
 # --- pieces ---------------------------------------------------------------------------------------------------------
 
-WIDE = TinyModel(layers=2, hidden_size=2048, heads=16, kv_heads=4, head_dim=128, intermediate_size=5000, vocab_size=9000)
+WIDE = TinyModel(
+    layers=2, hidden_size=2048, heads=16, kv_heads=4, head_dim=128, intermediate_size=5000, vocab_size=9000
+)
 
 
 @pytest.mark.parametrize("staged", [True, False])

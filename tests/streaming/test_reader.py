@@ -74,7 +74,9 @@ def opened(open_with: Callable[[ReadPlan], Reader], plan: ReadPlan) -> Iterator[
 
 
 @each_reader
-def test_final_memory_holds_the_files_bytes(open_with: Callable[[ReadPlan], Reader], file: Path, tmp_path: Path) -> None:
+def test_final_memory_holds_the_files_bytes(
+    open_with: Callable[[ReadPlan], Reader], file: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "other.bin"
     other.write_bytes(bytes(reversed(file.read_bytes())))
     plan = final_plan(file, other)
@@ -115,7 +117,9 @@ def test_a_completion_says_when_it_was_read(open_with: Callable[[ReadPlan], Read
     assert all(before <= completion.start_s <= completion.end_s <= time.monotonic() for completion in done)
 
 
-def test_the_default_reader_is_a_process_where_memory_can_be_shared(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_reader_is_a_process_where_memory_can_be_shared(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with closing(open_reader(final_plan(file))) as reader:
         assert isinstance(reader, ProcessReader)
         assert reader.pid not in (None, os.getpid())
@@ -299,9 +303,7 @@ def test_a_process_that_does_not_answer_is_ended_all_the_same(file: Path) -> Non
         del reader
 
 
-def test_a_read_that_ends_after_the_reader_was_closed_says_nothing(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_ends_after_the_reader_was_closed_says_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that hangs in the kernel is left behind; when it comes back it must not complain of closed pipes."""
     entered, come_back = threading.Semaphore(0), threading.Event()
     complaints: list[threading.ExceptHookArgs] = []
