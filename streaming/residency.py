@@ -129,7 +129,7 @@ class Residency:
             self._stalled(layer, stage, begin)
 
     def _stalled(self, layer: str, stage: str, begin: float) -> None:
-        """Book the time since `begin` on the stage in which the layer was, as a span: the trace says what was missing."""
+        """Book the time since `begin` on the stage in which the layer was, as a span of the trace."""
         now = time.monotonic()
         if now - begin > _SHORTEST_STALL_S:
             self.stalls[stage] = self.stalls.get(stage, 0.0) + now - begin

@@ -1,4 +1,4 @@
-"""The forward pass over layers that may still be arriving: it leases each before computing it, and waits nowhere else."""
+"""The forward pass over layers that may still be arriving: each is leased before it is computed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from streaming.trace import Tracer
 
 @dataclass(frozen=True)
 class ThreadCounts:
-    """Compute threads: while loading, a core is left to the reader and one to the quantizer, where there are so many."""
+    """Compute threads; while loading, a core is left to the reader and one to the quantizer where there are so many."""
 
     loading: int
     resident: int

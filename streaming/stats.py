@@ -74,7 +74,7 @@ def summary_lines(summary: Summary) -> list[str]:
     schemes = ", ".join(f"{count} {name}" for name, count in summary.layers_by_scheme.items())
     lines = [
         _fact("first token", _s(summary.ttft_s), f"from process start; {_s(summary.from_load_s)} from load"),
-        _fact("first layer", _s(summary.first_layer_ready_s), f"ready; its forward began at {_s(summary.first_forward_s)}"),
+        _fact("first layer", _s(summary.first_layer_ready_s), f"ready; forward from {_s(summary.first_forward_s)} on"),
         _fact("load done", _s(summary.load_done_s), f"{format_size(summary.bytes_read)} read, {schemes} weights kept "
               f"in {format_size(summary.bytes_kept)}"),
         _fact("time", "", ", ".join(f"{name} {_s(value)}" for name, value in summary.stages.items())),

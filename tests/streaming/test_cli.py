@@ -423,3 +423,44 @@ def test_ctrl_c_while_loading_ends_with_one_line_and_no_child(moment: str, four_
             os.close(watched)
         out, err = done.communicate(timeout=SOON_S)
     assert (out, err.splitlines()) == ("", ["firstlayer generate: error: interrupted"])
+
+
+SWALLOWS = """
+import signal, sys
+import streaming.llm
+from streaming.cli import run
+
+class Destroyed:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+import_torch = streaming.llm.import_torch
+
+def interrupted(*arguments, **keywords):
+    Destroyed()
+    import_torch(*arguments, **keywords)
+
+streaming.llm.import_torch = interrupted
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+def test_ctrl_c_that_python_swallows_while_it_imports_ends_the_run_all_the_same(four_layers: Path) -> None:
+    """The import of torch runs destructors and callbacks, whose exceptions are thrown away, this one too."""
+    command = [sys.executable, "-c", SWALLOWS, "generate", str(four_layers), "--ids", IDS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SOON_S, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[-1] == "firstlayer generate: error: interrupted"
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_before_the_command_is_known_is_one_line(
+    firstlayer: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*ignored: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "make_parser", interrupt)
+    done = firstlayer("plan", "somewhere")
+    assert (done.status, done.out) == (1, "")
+    assert done.err.splitlines()[-1].endswith("error: interrupted")
