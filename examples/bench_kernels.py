@@ -4,6 +4,7 @@
     ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 python examples/bench_kernels.py
 
 Runs of all paths are interleaved and the median is shown, so that a busy machine slows all of them alike.
+Kernels run their panels in order here, in one thread; the runtime may hand them to several.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from statistics import median
 
 import torch
@@ -28,13 +30,18 @@ def main() -> None:
     """Print the tables."""
     options = _options()
     torch.manual_seed(0)
-    shapes = [tuple(int(part) for part in shape.split("x")) for shape in options.shapes]
+    shapes = [_shape(text) for text in options.shapes]
     print(f"CPU capability {torch.backends.cpu.get_cpu_capability()}, {Kernels.detect().features}, ", end="")
     print(f"torch {torch.__version__}, {options.threads} threads where not said otherwise\n")
     with torch.inference_mode():
         for rows_out, columns in shapes:
             _print_products(rows_out, columns, options)
-        _print_quantizers(*shapes[0], options)
+        _print_quantizers(shapes[0], options)
+
+
+def _shape(text: str) -> tuple[int, int]:
+    rows_out, columns = text.split("x")
+    return int(rows_out), int(columns)
 
 
 def _options() -> argparse.Namespace:
@@ -83,9 +90,8 @@ def _products(
         kernels = Kernels.detect(mode=mode)
         for name, tensors in stored.items():
             linear = scheme_by_name(name).linear
-            calls[f"Kernels {mode.value}, {name}"] = lambda linear=linear, tensors=tensors, kernels=kernels: linear(
-                x, tensors, sections, None, kernels=kernels
-            )
+            linear = partial(scheme_by_name(name).linear, x, tensors, sections, None, kernels=kernels)
+            calls[f"Kernels {mode.value}, {name}, one thread"] = linear
     return calls
 
 
@@ -97,14 +103,14 @@ def _quantized(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return stored
 
 
-def _print_quantizers(rows_out: int, columns: int, options: argparse.Namespace) -> None:
+def _print_quantizers(shape: tuple[int, int], options: argparse.Namespace) -> None:
+    rows_out, columns = shape
     weight = torch.randn(rows_out, columns, dtype=torch.bfloat16)
     copy = torch.empty_like(weight)
     calls: dict[str, Call] = {"memory copy": lambda: copy.copy_(weight)}
     for name in scheme_names():
         if name != "none":
-            stored, scheme = _quantized(name, weight), scheme_by_name(name)
-            calls[name] = lambda scheme=scheme, stored=stored: scheme.quantize_into(weight, stored)
+            calls[name] = partial(scheme_by_name(name).quantize_into, weight, _quantized(name, weight))
     rates = []
     for threads in (1, 2):
         torch.set_num_threads(threads)

@@ -84,7 +84,7 @@ class Fp8PerTensor:
         scale = stored["weight_scale"]
         if len(sections) == 1:
             return scale.expand(sections[0])
-        return torch.repeat_interleave(scale, torch.tensor(sections, device=scale.device))
+        return torch.cat([scale[index : index + 1].expand(rows) for index, rows in enumerate(sections)])
 
 
 @dataclass(frozen=True)

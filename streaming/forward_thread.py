@@ -23,7 +23,13 @@ class Job:
 
     work: Callable[[Job], Iterator[Any]]
     out: queue.SimpleQueue[tuple[str, Any]] = field(default_factory=queue.SimpleQueue)
+    wake: Callable[[], None] = lambda: None
     cancelled: bool = False
+
+    def cancel(self) -> None:
+        """Nobody wants the rest: the work ends at its next look, and a wait inside it is disturbed."""
+        self.cancelled = True
+        self.wake()
 
     def results(self) -> Iterator[Any]:
         """What the work yields, as it comes (blocking). Closing this iterator cancels the work."""
@@ -36,7 +42,7 @@ class Job:
                     return
                 yield value
         finally:
-            self.cancelled = True
+            self.cancel()
 
 
 class ForwardThread:
@@ -48,11 +54,11 @@ class ForwardThread:
         self._thread = threading.Thread(target=self._run, name="firstlayer-forward", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[Job], Iterator[Any]]) -> Job:
-        """Queue a job."""
+    def submit(self, work: Callable[[Job], Iterator[Any]], *, wake: Callable[[], None]) -> Job:
+        """Queue a job; `wake` disturbs whatever it may be waiting in."""
         if self._closed:
             raise StreamClosedError("the model is closed")
-        job = Job(work)
+        job = Job(work, wake=wake)
         self._jobs.put(job)
         return job
 

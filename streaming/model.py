@@ -93,7 +93,7 @@ class StreamedModel:
     def submit(self, requests: Sequence[Request], tokenizer: Tokenizer | None) -> Job:
         """Generate in the forward thread; the job yields Piece and Completion as they come."""
         fitting = [self.fitted(request) for request in requests]
-        return self._forward.submit(partial(self._generate, fitting, tokenizer))
+        return self._forward.submit(partial(self._generate, fitting, tokenizer), wake=self.residency.wake)
 
     def submit_call(self, call: Callable[[ModelRunner, Callable[[], None]], object]) -> Job:
         """Run `call(runner, stop)` in the forward thread; the job yields its one result."""
@@ -101,7 +101,7 @@ class StreamedModel:
         def work(job: Job) -> Iterator[object]:
             yield call(self.runner, partial(self._stop, job))
 
-        return self._forward.submit(work)
+        return self._forward.submit(work, wake=self.residency.wake)
 
     def _generate(self, requests: list[Request], tokenizer: Tokenizer | None, job: Job) -> Iterator[Piece | Completion]:
         self._cache_nbytes = 0
@@ -247,7 +247,11 @@ async def run_model(
     Raises the load's error once at the end of the block, unless the block itself ended with it.
     """
     device = open_device(prepared.options.device, prepared.plan, reader)
-    streamed = _assemble(prepared, reader, device, tracer=tracer, clock=clock, hooks=hooks)
+    try:
+        streamed = _assemble(prepared, reader, device, tracer=tracer, clock=clock, hooks=hooks)
+    except BaseException:
+        device.close()
+        raise
     told = replace(hooks, warn=partial(_note, streamed, hooks.warn))
     pipeline = Pipeline(
         prepared.plan, reader, device, streamed.residency, tracer,
@@ -315,19 +319,22 @@ async def _load(pipeline: Pipeline, streamed: StreamedModel, device: Device) -> 
     try:
         await pipeline.run()
         if streamed.prepared.retie:
-            await anyio.to_thread.run_sync(_compare_tied, device.stored, pipeline.hooks.warn)
+            await anyio.to_thread.run_sync(_compare_tied, device, pipeline.hooks.warn)
         streamed.clock.once("load_end_s")
         streamed.tracer.mark("load done", at_s=streamed.clock.load_end_s)
     except Exception as error:
         streamed.load_error = error
 
 
-def _compare_tied(stored: StoredTensors, warn: Callable[[str], None]) -> None:
+def _compare_tied(device: Device, warn: Callable[[str], None]) -> None:
     """The config ties embedding and head, but both are on disk: the head on disk serves, and the user is told."""
-    table, head = stored["model.embed_tokens.weight"]["weight"], stored["lm_head.weight"]
+    table, head = device.stored["model.embed_tokens.weight"]["weight"], device.stored["lm_head.weight"]
     if set(head) != {"weight"}:
         return
-    if all(torch.equal(a, b) for a, b in zip(table.split(8192), head["weight"].split(8192), strict=True)):
+    with device.working():
+        pairs = zip(table.split(8192), head["weight"].split(8192), strict=True)
+        equal = all(torch.equal(one, other) for one, other in pairs)
+    if equal:
         logger.info("embedding and head are equal")
         return
     warn("the config ties embedding and head, but lm_head.weight on disk differs from it: the one on disk is used")

@@ -187,19 +187,21 @@ class Pipeline:
         async with receive:
             async for work in receive:
                 item = work.item
-                self._judge(item)
                 with self._span("publish", item):
                     if work.moment is None:
                         self.residency.publish_rows(item.param.name, published_rows(item))
                     if item.index in self._last:
                         self.residency.publish(item.layer, event=work.moment)
+                self._judge(item)
                 self.residency.mark(item.layer, "read")
                 self._passed(item, "publish")
 
     def _judge(self, item: LoadItem) -> None:
         if self.device.torch_device.type != "cpu" and not self.check_weights and item.index < len(self.plan.items) - 1:
             return  # a look at the numbers would wait for the device: once, at the end
-        for fault in self.checks.judge():
+        with self.device.working():
+            faults = list(self.checks.judge())
+        for fault in faults:
             if self.check_weights:
                 raise LayerLoadError(item.layer, "check", item.tensor.name, fault)
             self.hooks.warn(fault)

@@ -81,6 +81,8 @@ class Residency:
 
     def _set(self, layer: str, state: LayerState) -> None:
         with self._changed:
+            if self._states[layer] is state:
+                return
             if (self._states[layer] is LayerState.READY) != (state is LayerState.READY):
                 self._unready += -1 if state is LayerState.READY else 1
             self._states[layer] = state

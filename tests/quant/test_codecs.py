@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 
 import pytest
@@ -69,7 +70,7 @@ def test_every_float8_code_dequantizes_to_its_number() -> None:
 
 @pytest.mark.parametrize("name", FLOAT8)
 def test_float8_rounds_to_nearest_even(name: str) -> None:
-    halves = [(low + high) / 2 for low, high in zip(POSITIVE, POSITIVE[1:], strict=False)]
+    halves = [(low + high) / 2 for low, high in itertools.pairwise(POSITIVE)]
     numbers = [*halves, *(-half for half in halves), *(half * 1.001 for half in halves[:-1]), 448.0]
     stored = _quantize(name, torch.tensor([numbers]))
     # Blocks of 128 columns have scales of their own; each is 448 over its largest, in float32.
