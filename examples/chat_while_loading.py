@@ -62,7 +62,7 @@ def chat_ids(tokenizer: Tokenizer, question: str) -> list[int]:
 
 async def chat(options: argparse.Namespace) -> None:
     """Open the model and ask at once."""
-    async with open_llm(options.model) as model:
+    async with open_llm(options.model) as llm:
         model.on_change(Bar(model).draw)
         await anyio.to_thread.run_sync(answer, model, options)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from layers.sampling_params import SamplingParams
+    from streaming.async_llm import AsyncLLM
     from streaming.errors import (
         BudgetError,
         CheckpointError,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BudgetError",
     "CheckpointError",
     "CheckpointFormatError",
@@ -62,6 +64,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncLLM": "streaming.async_llm",
     "LLM": "streaming.llm",
     "Completion": "streaming.generate",
     "Hooks": "streaming.hooks",

@@ -34,15 +34,17 @@ class Job:
     def results(self) -> Iterator[Any]:
         """What the work yields, as it comes (blocking). Closing this iterator cancels the work."""
         try:
-            while True:
-                kind, value = self.out.get()
-                if kind == "error":
-                    raise value
-                if kind == "end":
-                    return
+            while (value := self.next_result()) is not None:
                 yield value
         finally:
             self.cancel()
+
+    def next_result(self) -> Any:
+        """The next thing that the work yields (blocking), or None at its end; raises the work's error."""
+        kind, value = self.out.get()
+        if kind == "error":
+            raise value
+        return value
 
 
 class ForwardThread:

@@ -9,23 +9,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, closing
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from layers.sampling_params import SamplingParams
-from streaming.chat_template import choose_template, render_chat
+from streaming.async_llm import AsyncLLM
 from streaming.clock import RunClock
 from streaming.errors import StreamClosedError
-from streaming.generation_config import read_generation_defaults
 from streaming.hooks import Hooks
+from streaming.model_text import ModelText, Prompt
 from streaming.options import LoadOptions
 from streaming.prepare import Prepared, prepare
 from streaming.reader import Reader, ThreadReader, open_reader
-from streaming.tokenizer import Tokenizer, open_tokenizer
+from streaming.tokenizer import Tokenizer
 from streaming.torch_import import import_torch
 from streaming.trace import Tracer
 
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
     from streaming.stats import Summary
 
 logger = logging.getLogger(__name__)
-Prompt = str | Sequence[int]
 _NO_HOOKS = Hooks()
 
 
@@ -84,7 +81,7 @@ async def open_llm(
     hooks: Hooks = _NO_HOOKS,
     reader_of: Callable[[Prepared], Reader] = start_reader,
     **options: Unpack[LoadKeywords],
-) -> AsyncIterator[StreamedModel]:
+) -> AsyncIterator[AsyncLLM]:
     """Open a model in the running event loop; gives it when its shell exists, long before its weights are there.
 
     `reader_of` makes the reader: tests pass one that holds pieces back. Raises what `prepare` raises; an error of the
@@ -97,11 +94,12 @@ async def open_llm(
     reader = reader_of(prepared)
     try:
         clock.once("load_begin_s")
+        text = ModelText(prepared.checkpoint)
         await anyio.to_thread.run_sync(bring_torch, tracer, clock)
         from streaming.model import run_model
 
         async with run_model(prepared, reader, tracer=tracer, clock=clock, hooks=hooks) as streamed:
-            yield streamed
+            yield AsyncLLM(streamed, text)
     finally:
         reader.close()
 
@@ -140,19 +138,12 @@ class LLM:
         reader = self._stack.enter_context(closing(start_reader(self.prepared)))
         try:
             self.clock.once("load_begin_s")
-            self._tokenizer = self._begin_tokenizer()
+            self._text = ModelText(prepared.checkpoint)
             bring_torch(self.tracer, self.clock, whole=whole_torch)
             self._model = self._start(reader, hooks)
         except BaseException:
             self._stack.close()
             raise
-
-    def _begin_tokenizer(self) -> Future[Tokenizer]:
-        """Open the tokenizer beside the import of torch; its error waits for whoever needs it."""
-        pool = ThreadPoolExecutor(1, thread_name_prefix="firstlayer-tokenizer")
-        future = pool.submit(open_tokenizer, self.prepared.checkpoint)
-        pool.shutdown(wait=False)
-        return future
 
     def _start(self, reader: Reader, hooks: Hooks) -> StreamedModel:
         from anyio.from_thread import start_blocking_portal
@@ -168,7 +159,7 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; raises CheckpointError when it has none (token ids work without)."""
-        return self._tokenizer.result()
+        return self._text.tokenizer
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """The answer to one prompt (text or token ids), piece by piece, the first as early as it can be."""
@@ -180,9 +171,8 @@ class LLM:
         """The answers to several prompts, which share each layer's arrival: pieces in the order in which they come."""
         from streaming.generate import Piece
 
-        job = self._open_model().submit(
-            self._requests(prompts, params or SamplingParams()), self._text_tokenizer(prompts)
-        )
+        requests = self._text.requests(prompts, params or SamplingParams())
+        job = self._open_model().submit(requests, self._text.decoder_for(prompts))
         for event in job.results():
             if isinstance(event, Piece):
                 yield event
@@ -203,38 +193,17 @@ class LLM:
 
     def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The token ids of a conversation under the model's chat template. Raises StreamingError when it has none."""
-        tokenizer = self.tokenizer
-        template = choose_template(tokenizer.chat_templates)
-        text = render_chat(
-            template, list(messages), add_generation_prompt=True, special_tokens=tokenizer.special_tokens
-        )
-        return tokenizer.encode(text, add_special_tokens=False)
-
-    def _requests(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Any]:
-        from streaming.generate import Request
-
-        stop_ids = frozenset() if params.ignore_eos else frozenset(self.stop_ids)
-        ids = [self.tokenizer.encode(p, add_special_tokens=True) if isinstance(p, str) else list(p) for p in prompts]
-        return [Request(tuple(prompt), _reseeded(params, index), stop_ids) for index, prompt in enumerate(ids)]
-
-    @property
-    def stop_ids(self) -> Sequence[int]:
-        """Ids that end an answer: those of config.json and generation_config.json, else the tokenizer's own."""
-        named = read_generation_defaults(self.prepared.checkpoint).eos_ids
-        if named or not self.has_tokenizer or self.tokenizer.eos_id is None:
-            return named
-        return (self.tokenizer.eos_id,)
-
-    def _text_tokenizer(self, prompts: Sequence[Prompt]) -> Tokenizer | None:
-        """The tokenizer; None where prompts are ids and the model has none."""
-        if any(isinstance(prompt, str) for prompt in prompts):
-            return self.tokenizer
-        return self.tokenizer if self.has_tokenizer else None
+        return self._text.chat_prompt(messages)
 
     @property
     def has_tokenizer(self) -> bool:
         """Whether the model brings a tokenizer; without one it takes and gives token ids."""
-        return self._tokenizer.exception() is None
+        return self._text.available
+
+    @property
+    def stop_ids(self) -> Sequence[int]:
+        """Ids that end an answer."""
+        return self._text.stop_ids
 
     @property
     def shell(self) -> DecoderModel:
@@ -310,8 +279,3 @@ class LLM:
             if error is None:
                 raise
             logger.debug("closing after an error", exc_info=True)
-
-
-def _reseeded(params: SamplingParams, index: int) -> SamplingParams:
-    """Each prompt of a batch draws its own numbers: seed, seed + 1, ..."""
-    return params if params.seed is None or index == 0 else replace(params, seed=params.seed + index)

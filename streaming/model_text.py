@@ -1,0 +1,74 @@
+"""Text for a model that computes token ids: its tokenizer, opened beside the import of torch, and what it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from layers.sampling_params import SamplingParams
+from streaming.chat_template import choose_template, render_chat
+from streaming.checkpoint.tensors import Checkpoint
+from streaming.generation_config import read_generation_defaults
+from streaming.tokenizer import Tokenizer, open_tokenizer
+
+if TYPE_CHECKING:
+    from streaming.generate import Request
+
+Prompt = str | Sequence[int]
+
+
+class ModelText:
+    """The tokenizer of one checkpoint, and requests made with it. A missing tokenizer is an error only where it is
+    needed: prompts that are token ids go without."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        pool = ThreadPoolExecutor(1, thread_name_prefix="firstlayer-tokenizer")
+        self._opened: Future[Tokenizer] = pool.submit(open_tokenizer, checkpoint)
+        pool.shutdown(wait=False)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; raises CheckpointError when there is none."""
+        return self._opened.result()
+
+    @property
+    def available(self) -> bool:
+        """Whether there is one."""
+        return self._opened.exception() is None
+
+    @property
+    def stop_ids(self) -> Sequence[int]:
+        """Ids that end an answer: those of config.json and generation_config.json, else the tokenizer's own."""
+        named = read_generation_defaults(self._checkpoint).eos_ids
+        if named or not self.available or self.tokenizer.eos_id is None:
+            return named
+        return (self.tokenizer.eos_id,)
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The token ids of a conversation under the model's chat template. Raises StreamingError when it has none."""
+        tokenizer = self.tokenizer
+        template = choose_template(tokenizer.chat_templates)
+        special = tokenizer.special_tokens
+        text = render_chat(template, list(messages), add_generation_prompt=True, special_tokens=special)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def requests(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Request]:
+        """A request for each prompt; each draws its own numbers: seed, seed + 1, ..."""
+        from streaming.generate import Request
+
+        stop_ids: frozenset[int] = frozenset() if params.ignore_eos else frozenset(self.stop_ids)
+        found = []
+        for index, prompt in enumerate(prompts):
+            ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
+            own = params if params.seed is None else replace(params, seed=params.seed + index)
+            found.append(Request(tuple(ids), own, stop_ids))
+        return found
+
+    def decoder_for(self, prompts: Sequence[Prompt]) -> Tokenizer | None:
+        """The tokenizer that turns answers into text; None where prompts are ids and the model has none."""
+        if any(isinstance(prompt, str) for prompt in prompts):
+            return self.tokenizer
+        return self.tokenizer if self.available else None
