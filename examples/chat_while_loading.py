@@ -3,7 +3,7 @@
 usage: python examples/chat_while_loading.py [MODEL] [--question TEXT | --ids 1,2,3] [--max-tokens N]
 
 The bar stands on stderr (. not there, + on its way, # ready), the answer on stdout; without --question it is read from
-stdin while layers come. What waits for an open model blocks, so it runs in a worker thread.
+stdin while layers come.
 """
 
 from __future__ import annotations
@@ -17,12 +17,8 @@ import anyio
 import anyio.to_thread
 
 from layers.sampling_params import SamplingParams
-from streaming import LayerState, Piece, StreamedModel, open_llm
-from streaming.chat_template import render_chat
+from streaming import AsyncLLM, LayerState, open_llm
 from streaming.cli import parse_ids
-from streaming.generate import Request
-from streaming.generation_config import read_generation_defaults
-from streaming.tokenizer import Tokenizer, open_tokenizer
 
 MARKS = {LayerState.EMPTY: ".", LayerState.LOADING: "+", LayerState.READY: "#"}
 
@@ -31,40 +27,27 @@ MARKS = {LayerState.EMPTY: ".", LayerState.LOADING: "+", LayerState.READY: "#"}
 class Bar:
     """One line for all layers, written again whenever it looks different."""
 
-    model: StreamedModel
+    llm: AsyncLLM
     shown: str = ""
 
     def draw(self, _layer: str, _state: LayerState) -> None:
-        """Called in the event loop's thread at every change."""
-        before, self.shown = self.shown, "".join(MARKS[state] for state in self.model.readiness.values())
+        """Called in the event loop at every change."""
+        before, self.shown = self.shown, "".join(MARKS[state] for state in self.llm.readiness.values())
         if self.shown != before:
             sys.stderr.write(f"[{self.shown}]\n")
-
-
-def answer(model: StreamedModel, options: argparse.Namespace) -> None:
-    """Print the answer piece by piece (blocking): text for a question, token ids for ids."""
-    tokenizer = None if options.ids else open_tokenizer(model.prepared.checkpoint)
-    ids = options.ids if tokenizer is None else chat_ids(tokenizer, options.question or sys.stdin.readline().strip())
-    stop_ids = frozenset(read_generation_defaults(model.prepared.checkpoint).eos_ids)
-    request = Request(tuple(ids), SamplingParams(max_tokens=options.max_tokens), stop_ids)
-    for event in model.submit([request], tokenizer).results():
-        if isinstance(event, Piece):
-            print(event.text if tokenizer else event.token_id, end="" if tokenizer else " ", flush=True)
-    print()
-
-
-def chat_ids(tokenizer: Tokenizer, question: str) -> list[int]:
-    """The question in the model's chat template, as token ids."""
-    asked, special = [{"role": "user", "content": question}], tokenizer.special_tokens
-    text = render_chat(tokenizer.chat_template or "", asked, add_generation_prompt=True, special_tokens=special)
-    return tokenizer.encode(text, add_special_tokens=False)
 
 
 async def chat(options: argparse.Namespace) -> None:
     """Open the model and ask at once."""
     async with open_llm(options.model) as llm:
-        model.on_change(Bar(model).draw)
-        await anyio.to_thread.run_sync(answer, model, options)
+        llm.on_change(Bar(llm).draw)
+        prompt = options.ids
+        if prompt is None:
+            question = options.question or (await anyio.to_thread.run_sync(sys.stdin.readline)).strip()
+            prompt = await llm.chat_prompt([{"role": "user", "content": question}])
+        async for piece in llm.pieces([prompt], SamplingParams(max_tokens=options.max_tokens)):
+            print(piece.text if llm.text.available else f"{piece.token_id} ", end="", flush=True)
+        print()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from examples.write_tiny_model import TinyModel
 from quant.dtypes import DType
+from quant.scheme import Scheme
+from quant.wide import Wide
 from streaming.budget import DEFAULT_WINDOW_NBYTES, Budget, choose_window, convert_nbytes, make_budget
 from streaming.checkpoint.tensors import Encoding
 from streaming.errors import BudgetError
@@ -37,17 +39,17 @@ def test_the_default_window_is_128_mib_or_two_of_the_largest_items() -> None:
     assert choose_window(whole) == 2 * 8192 * 8192 * 2
 
 
-def with_blocks(*, scheme: Blocks | None) -> LoadPlan:
+def with_blocks(scheme: Scheme) -> LoadPlan:
     """The q projection is stored in blocks of 32 numbers in 34 bytes."""
     tensors, name = tensors_of(MODEL), "model.layers.0.self_attn.q_proj.weight"
     encoding = Encoding("Q8_0", 32, 34)
     tensors[name] = replace(tensors[name], dtype=DType.F32, nbytes=64 * 68, encoding=encoding)
-    return plan_of(MODEL, tensors, **({"scheme": scheme} if scheme else {}))
+    return plan_of(MODEL, tensors, scheme=scheme)
 
 
 def test_two_wide_copies_are_counted_where_bytes_must_be_decoded_before_they_are_quantized() -> None:
-    assert convert_nbytes(with_blocks(scheme=Blocks())) == 2 * 64 * 64 * 4
-    assert convert_nbytes(with_blocks(scheme=None)) == 0  # decoded straight to their place
+    assert convert_nbytes(with_blocks(Blocks())) == 2 * 64 * 64 * 4
+    assert convert_nbytes(with_blocks(Wide())) == 0  # decoded straight to their place
     assert convert_nbytes(plan_of(MODEL, scheme=Blocks())) == 0  # quantized straight out of the window
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from streaming.generate import Request
 from streaming.plan import LoadItem
 from tests.streaming.gates import Gate, GatedReader, gated_llm
 from tests.streaming.leftovers import nothing_left
-from tests.streaming.waiting import SOON_S, in_background
+from tests.streaming.waiting import SOON_S, in_background, until
 
 IDS = [5, 9, 2, 7]
 STAGES = {"slice": "slice_item", "quantize": "store_item"}
@@ -156,9 +157,7 @@ def test_a_pass_over_a_resident_model_ends_between_two_matmuls(folder: Path) -> 
     answer = in_background(lambda: two_tokens(llm))
     assert reached.wait(SOON_S)
     closing = in_background(llm.close)
-    with pytest.raises(StreamClosedError):
-        while True:  # until close() has begun
-            llm.logits(IDS) if llm._model.closing else None
+    until(lambda: llm._model.closing)
     go_on.set()
     closing.result(SOON_S)
     assert isinstance(answer.exception(SOON_S), StreamClosedError)
@@ -192,7 +191,7 @@ def test_an_interrupt_in_the_block_ends_everything(folder: Path) -> None:
 
 def test_an_option_mistake_leaves_nothing(folder: Path) -> None:
     def run() -> None:
-        with pytest.raises(OptionError, match="no CUDA device|known devices"):
+        with pytest.raises(OptionError, match="finds no CUDA device"):
             LLM(folder, device="cuda")
 
     import torch
@@ -210,6 +209,7 @@ def test_a_generation_given_up_midway_leaves_the_model_usable(folder: Path) -> N
         expected = two_tokens(llm)
         for _ in range(3):
             pieces = llm.pieces([IDS], SamplingParams(max_tokens=400, ignore_eos=True))
+            assert isinstance(pieces, Generator)
             next(pieces)
             pieces.close()
             assert two_tokens(llm) == expected
@@ -244,7 +244,7 @@ def test_a_cancel_scope_outside_ends_the_load(folder: Path) -> None:
 
         async def main() -> bool:
             with anyio.CancelScope() as scope:
-                async with open_llm(folder, reader_of=lambda prepared: GatedReader(prepared, gate)) as model:
+                async with open_llm(folder, reader_of=partial(GatedReader, gate=gate)) as model:
                     assert model.wait_ready(0, timeout=0) is False
                     scope.cancel()
                     await anyio.sleep_forever()
@@ -261,7 +261,7 @@ def test_a_cancel_while_a_request_runs_ends_both(folder: Path) -> None:
 
         async def main() -> bool:
             with anyio.CancelScope() as scope:
-                async with open_llm(folder, reader_of=lambda prepared: GatedReader(prepared, gate)) as model:
+                async with open_llm(folder, reader_of=partial(GatedReader, gate=gate)) as model:
                     job = model.submit([Request(tuple(IDS), SamplingParams(max_tokens=2))], None)
                     answers.append(in_background(lambda: list(job.results())))
                     scope.cancel()
@@ -281,10 +281,10 @@ def test_a_task_group_around_the_model_is_cancelled_with_its_own_error_alone(fol
         raise ZeroDivisionError("another task")
 
     async def main() -> None:
-        async with anyio.create_task_group() as tasks:
-            async with open_llm(folder, reader_of=lambda prepared: GatedReader(prepared, gate)):
-                tasks.start_soon(fail)
-                await anyio.sleep_forever()
+        reader_of = partial(GatedReader, gate=gate)
+        async with anyio.create_task_group() as tasks, open_llm(folder, reader_of=reader_of):
+            tasks.start_soon(fail)
+            await anyio.sleep_forever()
 
     with pytest.raises(ExceptionGroup) as caught:
         anyio.run(main)
@@ -295,7 +295,7 @@ def test_an_error_in_the_asynchronous_block_comes_out_alone(folder: Path) -> Non
     gate = Gate()
 
     async def main() -> None:
-        async with open_llm(folder, reader_of=lambda prepared: GatedReader(prepared, gate)):
+        async with open_llm(folder, reader_of=partial(GatedReader, gate=gate)):
             raise ZeroDivisionError("mine")
 
     with pytest.raises(ZeroDivisionError, match="mine"):
@@ -308,7 +308,7 @@ def test_a_model_opened_in_a_loop_can_be_opened_again_in_it(folder: Path) -> Non
         for _ in range(2):
             async with open_llm(folder) as model:
                 job = model.submit([Request(tuple(IDS), SamplingParams(max_tokens=2, ignore_eos=True))], None)
-                values = await anyio.to_thread.run_sync(lambda job=job: list(job.results()))
+                values = await anyio.to_thread.run_sync(list, job.results())
                 found.append(values[-1].token_ids)
         return found
 

@@ -22,6 +22,7 @@ import torch
 from examples.write_tiny_model import TinyModel
 from quant.registry import scheme_names
 from streaming import cli
+from streaming.stages import store_item
 from tests.streaming.resident import resident_model, run_resident
 from tests.streaming.test_llm import DESIGN_KEYS
 from tests.streaming.waiting import SOON_S
@@ -50,6 +51,8 @@ def firstlayer(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
             status = cli.run([str(argument) for argument in arguments])
         except SystemExit as ended:
             status = int(ended.code or 0)
+        except KeyboardInterrupt:
+            status = -signal.SIGINT
         return Outcome(status, *capfd.readouterr())
 
     return run
@@ -92,8 +95,8 @@ MISTAKES = {
     "a model that is nowhere": (("generate", "/no/such/model", "--ids", IDS), 1, "/no/such/model"),
     "a model that is not in the cache": (("plan", "nobody/nothing"), 1, "nobody/nothing"),
     "a folder without a model": (("generate", "{empty}", "--ids", IDS), 1, "{empty}"),
-    "too little memory": (("generate", "{model}", "--ids", IDS, "--memory", "10KiB"), 1, "--memory 10.0 KiB is too small"),
-    "too small a window": (("generate", "{model}", "--ids", IDS, "--dtype", "float32", "--window", "1KiB"), 1, "1,024 bytes"),
+    "too little memory": (("plan", "{model}", "--memory", "10KiB"), 1, "--memory 10.0 KiB is too small"),
+    "too small a window": (("plan", "{model}", "--dtype", "float32", "--window", "1KiB"), 1, "1,024 bytes"),
     "a prompt file that is not there": (("generate", "{model}", "--prompt-file", "/no/p.txt"), 1, "/no/p.txt"),
     "a prompt file that is no text": (("generate", "{model}", "--prompt-file", "{binary}"), 2, "{binary}"),
     "a text without a tokenizer": (("generate", "{model}", "--prompt", "Hello"), 1, "tokenizer"),
@@ -268,9 +271,7 @@ def test_verify_finds_no_difference(quantization: str, firstlayer: Callable[...,
 def test_verify_finds_a_difference(
     firstlayer: Callable[..., Outcome], four_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import streaming.pipeline
-
-    store_item, name = streaming.pipeline.store_item, "model.layers.2.self_attn.o_proj.weight"
+    name = "model.layers.2.self_attn.o_proj.weight"
 
     def store_wrong(item: Any, wide: torch.Tensor, views: Any) -> None:
         store_item(item, wide * 2 if item.tensor.name == name else wide, views)

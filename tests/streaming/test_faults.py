@@ -22,6 +22,7 @@ from streaming.errors import CheckpointError, StreamingError
 from streaming.plan import LoadItem
 from streaming.prepare import Prepared
 from streaming.reader import ProcessReader, ThreadReader
+from streaming.stages import slice_item, store_item
 from tests.streaming.gates import Gate, GatedReader, gated_llm, reading_with
 from tests.streaming.leftovers import nothing_left
 from tests.streaming.waiting import SOON_S, in_background
@@ -168,7 +169,7 @@ def test_an_error_that_nobody_saw_is_raised_at_the_end_of_the_block(
 def test_every_later_call_is_given_the_same_error(fault: Fault, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fault.arrange(monkeypatch)
     errors = []
-    with pytest.raises(LayerLoadError), LLM(folder, dtype="float32") as llm:
+    with pytest.raises(LayerLoadError), LLM(folder, dtype="float32") as llm:  # noqa: PT012
         for call in (lambda: tokens(llm), lambda: llm.logits(IDS), lambda: llm.wait_ready(2), llm.wait_loaded):
             with pytest.raises(LayerLoadError) as caught:
                 call()
@@ -199,7 +200,7 @@ def test_a_users_callback_that_fails_is_a_failure_of_publishing(folder: Path) ->
         raise ZeroDivisionError(f"{layer} is {state.value}")
 
     gate = Gate()
-    with pytest.raises(LayerLoadError, match="ZeroDivisionError: layers.0 is"), gated_llm(folder, gate) as llm:  # noqa: PT012
+    with pytest.raises(LayerLoadError, match=r"ZeroDivisionError: layers\.0 is"), gated_llm(folder, gate) as llm:  # noqa: PT012
         llm.on_change(fail)
         gate.open()
         tokens(llm)
@@ -223,9 +224,7 @@ def test_of_two_failures_at_once_one_is_told(folder: Path, monkeypatch: pytest.M
 
 
 def fail_from(stage: str, name: str) -> Callable[..., Any]:
-    import streaming.pipeline
-
-    function = {"slice": streaming.pipeline.slice_item, "quantize": streaming.pipeline.store_item}[stage]
+    function: Callable[..., Any] = {"slice": slice_item, "quantize": store_item}[stage]
 
     def fail(item: LoadItem, *rest: Any) -> Any:
         if item.tensor.name == name:
@@ -376,27 +375,22 @@ def test_an_embedding_that_shrinks_is_told_in_words(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_is_killed_ends_every_wait(folder: Path) -> None:
-    readers: list[ProcessReader] = []
+    halted_pids: list[int] = []
 
     def halted(prepared: Prepared) -> ProcessReader:
         reader = ProcessReader(prepared.read_plan)
         assert reader.pid is not None
         os.kill(reader.pid, signal.SIGSTOP)  # in the middle of the load for certain
-        readers.append(reader)
+        halted_pids.append(reader.pid)
         return reader
 
     def run() -> None:
         with pytest.raises(WorkerError) as caught, reading_with(halted), LLM(folder) as llm:  # noqa: PT012
-            waiting = [in_background(lambda: tokens(llm)), in_background(lambda: llm.wait_ready("head"))]
-            (pid,) = [reader.pid for reader in readers]
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
-            for future in waiting:
-                error = future.exception(SOON_S)
+            answer, wait = in_background(lambda: tokens(llm)), in_background(lambda: llm.wait_ready("head"))
+            os.kill(halted_pids.pop(), signal.SIGKILL)
+            for error in (answer.exception(SOON_S), wait.exception(SOON_S)):
                 assert isinstance(error, WorkerError)
                 assert "the reader ended after " in str(error)
-            readers.clear()
-            waiting.clear()
             llm.wait_loaded()
         assert "pieces" in str(caught.value)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,10 +245,14 @@ def test_two_threads_are_each_given_their_own_answer(float32_folder: Path, monke
         return job
 
     monkeypatch.setattr(StreamedModel, "submit", counted)
-    hooks = Hooks(layer_outputs=lambda layer, hidden: bool(both.wait(SOON_S)) and None)
+
+    def hold(layer: str, hidden: torch.Tensor) -> None:
+        assert both.wait(SOON_S)
+
+    hooks = Hooks(layer_outputs=hold)
     with LLM(float32_folder, hooks=hooks) as llm:
         params = SamplingParams(max_tokens=3, ignore_eos=True)
-        answers = [in_background(lambda ids=ids: llm.complete([ids], params)) for ids in PROMPTS[:2]]
+        answers = [in_background(partial(llm.complete, [ids], params)) for ids in PROMPTS[:2]]
         found = [answer.result(SOON_S) for answer in answers]
     assert [[list(c.prompt_ids) for c in completions] for completions in found] == [[PROMPTS[0]], [PROMPTS[1]]]
 

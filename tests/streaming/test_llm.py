@@ -28,7 +28,7 @@ DESIGN_KEYS = {
 def script(text: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run a program of a user's own."""
     command = [sys.executable, "-c", text, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SOON_S, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
 
 
 # --- opening --------------------------------------------------------------------------------------------------------

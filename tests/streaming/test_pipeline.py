@@ -1,4 +1,4 @@
-"""The pipeline on a gated checkpoint: the first layer computes while the others are on disk, and order, bounds, accounts."""
+"""The pipeline on a gated checkpoint: layers compute while later ones are on disk; order, bounds, accounts."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from streaming.generate import Request
 from streaming.plan import make_plan
 from streaming.prepare import prepare
 from streaming.reader import ThreadReader
+from streaming.stages import store_item
 from tests.streaming.gates import Gate, GatedReader, LoggedReader, WindowLog, gated_llm, reading_with
 from tests.streaming.leftovers import nothing_left
 from tests.streaming.resident import resident_model, run_resident, same_bits
@@ -69,7 +70,7 @@ def test_the_same_through_the_asynchronous_face(four_layers: Path) -> None:
 
     async def main() -> list[str]:
         hooks, found = Hooks(layer_outputs=lambda layer, hidden: seen.put(layer)), []
-        async with open_llm(four_layers, hooks=hooks, reader_of=lambda prepared: GatedReader(prepared, gate)) as model:
+        async with open_llm(four_layers, hooks=hooks, reader_of=partial(GatedReader, gate=gate)) as model:
             job = model.submit([Request(tuple(IDS), SamplingParams(max_tokens=1))], None)
             for layer in LAYERS:
                 gate.let(layer)
@@ -185,10 +186,7 @@ def test_pieces_are_begun_in_plan_order(four_layers: Path) -> None:
 def test_nothing_beyond_the_window_is_read_while_the_quantizer_is_busy(
     four_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import streaming.pipeline
-
     entered, go_on = threading.Event(), threading.Event()
-    store_item = streaming.pipeline.store_item
 
     def slow_store(*arguments: object) -> None:
         entered.set()

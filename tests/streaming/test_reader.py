@@ -265,7 +265,7 @@ def test_releasing_to_a_reader_that_died_or_was_closed_is_no_error(file: Path) -
 
 def test_a_reader_that_cannot_be_started_leaves_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(file.with_name("no-python")))
-    with nothing_left(), pytest.raises(WorkerError, match="the reader process could not be started: .*no-python"):
+    with nothing_left(), pytest.raises(WorkerError, match=r"the reader process could not be started: .*no-python"):
         ProcessReader(window_plan(file))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -240,10 +240,10 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("streaming.residency.time", SimpleNamespace(monotonic=clock.monotonic))
-    yield clock
+    return clock
 
 
 def test_a_wait_is_booked_on_the_stages_in_which_the_missing_layer_was(clock: Clock) -> None:

@@ -1,4 +1,4 @@
-"""The property that the whole house stands for: a streamed model is the resident one, bit for bit, while it loads too."""
+"""The property that the whole house stands for: a streamed model is the resident one, bit for bit, always."""
 
 from __future__ import annotations
 
