@@ -232,11 +232,11 @@ async def _open_and_close(folder: Path, gpu: Gpu, *, halfway: bool) -> list[str]
         return readers[0]
 
     dtype = "auto" if gpu.is_cuda else "float32"  # on the CPU only what is converted passes through a window
-    async with open_llm(folder, device=gpu.name, dtype=dtype, reader_of=reader_of) as model:
-        for layer in ["layers.0"] if halfway else model.readiness:
-            await anyio.to_thread.run_sync(model.wait_ready, layer)
-        window = _window_of(model)
-        faults = window_faults(window, model.prepared.read_plan.window_nbytes, locked=gpu.is_cuda)
+    async with open_llm(folder, device=gpu.name, dtype=dtype, reader_of=reader_of) as llm:
+        for layer in ["layers.0"] if halfway else llm.readiness:
+            await llm.wait_ready(layer)
+        window = _window_of(llm.model)
+        faults = window_faults(window, llm.model.prepared.read_plan.window_nbytes, locked=gpu.is_cuda)
     faults += window_faults(window, window.numel(), locked=False)
     return [*faults, *(f"the reader's process {r.pid} is still there" for r in readers if _runs(r.pid))]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,8 @@ import pytest
 
 from examples.write_tiny_model import TinyModel
 from layers.sampling_params import SamplingParams
-from streaming import LLM, Hooks, StreamClosedError, open_llm
+from streaming import LLM, AsyncLLM, Hooks, StreamClosedError, open_llm
 from streaming.errors import OptionError
-from streaming.generate import Request
 from streaming.plan import LoadItem
 from tests.streaming.gates import Gate, GatedReader, gated_llm
 from tests.streaming.leftovers import nothing_left
@@ -237,6 +236,13 @@ def test_a_request_after_one_that_was_interrupted_does_not_wait_for_the_load(fol
 
 # --- the asynchronous face ------------------------------------------------------------------------------------------
 
+TWO = SamplingParams(max_tokens=2, ignore_eos=True)
+
+
+async def answer_of(llm: AsyncLLM, ids: list[int]) -> tuple[int, ...]:
+    (completion,) = await llm.complete([ids], TWO)
+    return completion.token_ids
+
 
 def test_a_cancel_scope_outside_ends_the_load(folder: Path) -> None:
     def run() -> None:
@@ -244,8 +250,7 @@ def test_a_cancel_scope_outside_ends_the_load(folder: Path) -> None:
 
         async def main() -> bool:
             with anyio.CancelScope() as scope:
-                async with open_llm(folder, reader_of=partial(GatedReader, gate=gate)) as model:
-                    assert model.wait_ready(0, timeout=0) is False
+                async with open_llm(folder, reader_of=partial(GatedReader, gate=gate)):
                     scope.cancel()
                     await anyio.sleep_forever()
             return scope.cancelled_caught
@@ -255,33 +260,96 @@ def test_a_cancel_scope_outside_ends_the_load(folder: Path) -> None:
     warmed(run)
 
 
-def test_a_cancel_while_a_request_runs_ends_both(folder: Path) -> None:
+@pytest.mark.parametrize("waiting", ["for an answer", "for a layer"])
+def test_a_cancel_while_something_is_awaited_ends_both(waiting: str, folder: Path) -> None:
     def run() -> None:
-        gate, answers = Gate(), list[Future[Any]]()
+        gate, computed = Gate(), threading.Event()
 
         async def main() -> bool:
+            hooks = Hooks(layer_outputs=lambda layer, hidden: computed.set())
             with anyio.CancelScope() as scope:
-                async with open_llm(folder, reader_of=partial(GatedReader, gate=gate)) as model:
-                    job = model.submit([Request(tuple(IDS), SamplingParams(max_tokens=2))], None)
-                    answers.append(in_background(lambda: list(job.results())))
+                async with (
+                    open_llm(folder, hooks=hooks, reader_of=partial(GatedReader, gate=gate)) as llm,
+                    anyio.create_task_group() as tasks,
+                ):
+                    gate.let("layers.0")
+                    tasks.start_soon(*((answer_of, llm, IDS) if waiting == "for an answer" else (llm.wait_ready, 1)))
+                    if waiting == "for an answer":
+                        assert await anyio.to_thread.run_sync(computed.wait, SOON_S)
+                    await llm.wait_ready(0)
                     scope.cancel()
-                    await anyio.sleep_forever()
             return scope.cancelled_caught
 
         assert anyio.run(main) is True
-        assert isinstance(answers[0].exception(SOON_S), StreamClosedError)
 
     warmed(run)
+
+
+def test_an_answer_that_is_cancelled_leaves_the_model_to_the_next(folder: Path) -> None:
+    """The first waits for layers.1, which is on disk, and is cancelled; the second begins at once."""
+    computed, gate = threading.Semaphore(0), Gate()
+
+    async def main() -> tuple[int, ...]:
+        hooks = Hooks(layer_outputs=lambda layer, hidden: computed.release())
+        async with open_llm(folder, hooks=hooks, reader_of=partial(GatedReader, gate=gate)) as llm:
+            gate.let("layers.0")
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(answer_of, llm, [1, 2])
+                assert await anyio.to_thread.run_sync(lambda: computed.acquire(timeout=SOON_S))
+                tasks.cancel_scope.cancel()
+            async with anyio.create_task_group() as tasks:
+                answers = list[tuple[int, ...]]()
+
+                async def ask() -> None:
+                    answers.append(await answer_of(llm, IDS))
+
+                tasks.start_soon(ask)
+                assert await anyio.to_thread.run_sync(lambda: computed.acquire(timeout=SOON_S))
+                gate.open()
+            return answers[0]
+
+    with LLM(folder) as llm:
+        assert anyio.run(main) == tuple(two_tokens(llm))
+
+
+def test_leaving_the_loop_early_cancels_the_rest(folder: Path) -> None:
+    async def main() -> tuple[int, ...]:
+        async with open_llm(folder) as llm:
+            async with aclosing(llm.pieces([IDS], SamplingParams(max_tokens=400, ignore_eos=True))) as pieces:
+                async for _ in pieces:
+                    break
+            found = await answer_of(llm, IDS)
+            assert [completion.token_ids for completion in llm.model.completions] == [found]
+            return found
+
+    with LLM(folder) as llm:
+        assert anyio.run(main) == tuple(two_tokens(llm))
+
+
+def test_two_tasks_are_each_given_their_own_answer(folder: Path) -> None:
+    async def main() -> list[tuple[int, ...]]:
+        found: dict[int, tuple[int, ...]] = {}
+        async with open_llm(folder) as llm, anyio.create_task_group() as tasks:
+
+            async def ask(first_id: int) -> None:
+                found[first_id] = await answer_of(llm, [first_id, 7])
+
+            for first_id in range(4):
+                tasks.start_soon(ask, first_id)
+        return [found[first_id] for first_id in range(4)]
+
+    with LLM(folder) as llm:
+        expected = [llm.complete([[first_id, 7]], TWO)[0].token_ids for first_id in range(4)]
+    assert anyio.run(main) == expected
 
 
 def test_a_task_group_around_the_model_is_cancelled_with_its_own_error_alone(folder: Path) -> None:
-    gate = Gate()
+    reader_of = partial(GatedReader, gate=Gate())
 
     async def fail() -> None:
         raise ZeroDivisionError("another task")
 
     async def main() -> None:
-        reader_of = partial(GatedReader, gate=gate)
         async with anyio.create_task_group() as tasks, open_llm(folder, reader_of=reader_of):
             tasks.start_soon(fail)
             await anyio.sleep_forever()
@@ -292,24 +360,20 @@ def test_a_task_group_around_the_model_is_cancelled_with_its_own_error_alone(fol
 
 
 def test_an_error_in_the_asynchronous_block_comes_out_alone(folder: Path) -> None:
-    gate = Gate()
-
     async def main() -> None:
-        async with open_llm(folder, reader_of=partial(GatedReader, gate=gate)):
+        async with open_llm(folder, reader_of=partial(GatedReader, gate=Gate())):
             raise ZeroDivisionError("mine")
 
     with pytest.raises(ZeroDivisionError, match="mine"):
         anyio.run(main)
 
 
-def test_a_model_opened_in_a_loop_can_be_opened_again_in_it(folder: Path) -> None:
+def test_a_model_can_be_opened_again_in_the_same_loop(folder: Path) -> None:
     async def main() -> list[tuple[int, ...]]:
         found = []
         for _ in range(2):
-            async with open_llm(folder) as model:
-                job = model.submit([Request(tuple(IDS), SamplingParams(max_tokens=2, ignore_eos=True))], None)
-                values = await anyio.to_thread.run_sync(list, job.results())
-                found.append(values[-1].token_ids)
+            async with open_llm(folder) as llm:
+                found.append(await answer_of(llm, IDS))
         return found
 
     first, second = anyio.run(main)

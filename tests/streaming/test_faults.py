@@ -153,12 +153,12 @@ def test_an_error_that_nobody_saw_is_raised_at_the_end_of_the_block(
 ) -> None:
     fault.arrange(monkeypatch)
 
-    async def main() -> None:
-        async with open_llm(folder, dtype="float32", reader_of=start_reader) as model:
-            while model.residency.error is None:
-                await anyio.lowlevel.checkpoint()
+    import streaming.llm
 
-    from streaming.llm import start_reader  # as arranged
+    async def main() -> None:
+        async with open_llm(folder, dtype="float32", reader_of=streaming.llm.start_reader) as llm:
+            while llm.model.residency.error is None:
+                await anyio.lowlevel.checkpoint()
 
     with pytest.raises(LayerLoadError) as caught:
         anyio.run(main)
@@ -224,7 +224,7 @@ def test_of_two_failures_at_once_one_is_told(folder: Path, monkeypatch: pytest.M
 
 
 def fail_from(stage: str, name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = {"slice": slice_item, "quantize": store_item}[stage]
+    function: Callable[..., Any] = slice_item if stage == "slice" else store_item
 
     def fail(item: LoadItem, *rest: Any) -> Any:
         if item.tensor.name == name:

@@ -170,10 +170,12 @@ def test_prompt_and_answer_fit_the_context_together(
         ([], "the prompt is empty: at least one token is needed"),
         ([1, 160], "token id 160 is not in the vocabulary of 160 (0 to 159)"),
         ([-1], "token id -1 is not in the vocabulary of 160 (0 to 159)"),
-        ([7] * 512, "the prompt has 512 tokens, and the context holds 512 with the answer: shorten it or raise "
-                    "--max-model-len"),
+        (
+            [7] * 512,
+            "the prompt has 512 tokens, and the context holds 512 with the answer: shorten it or raise --max-model-len",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_prompt_that_cannot_be_answered_is_refused_in_words(llm: LLM, ids: list[int], words: str) -> None:
     for call in (lambda: list(llm.pieces([ids])), lambda: llm.logits(ids), lambda: llm.complete([PROMPTS[0], ids])):
         with pytest.raises(OptionError) as caught:

@@ -18,7 +18,6 @@ from examples.write_tiny_model import TinyModel
 from layers.weights import ParamKind
 from quant.registry import scheme_names
 from streaming import LLM, Hooks, LayerState, LoadOptions, SamplingParams, open_llm
-from streaming.generate import Request
 from streaming.plan import make_plan
 from streaming.prepare import prepare
 from streaming.reader import ThreadReader
@@ -68,24 +67,30 @@ def test_each_layer_computes_as_soon_as_its_own_bytes_are_there(four_layers: Pat
 def test_the_same_through_the_asynchronous_face(four_layers: Path) -> None:
     gate, seen = Gate(), queue.SimpleQueue[str]()
 
-    async def main() -> list[str]:
-        hooks, found = Hooks(layer_outputs=lambda layer, hidden: seen.put(layer)), []
-        async with open_llm(four_layers, hooks=hooks, reader_of=partial(GatedReader, gate=gate)) as model:
-            job = model.submit([Request(tuple(IDS), SamplingParams(max_tokens=1))], None)
-            for layer in LAYERS:
-                gate.let(layer)
-                found.append(await anyio.to_thread.run_sync(lambda: seen.get(timeout=SOON_S)))
-                assert model.wait_ready(layer, timeout=SOON_S)
-            gate.open()
-            (_piece, completion) = await anyio.to_thread.run_sync(lambda: list(job.results()))
-            assert completion.token_ids == (expected_token(four_layers),)
-        return found
+    async def main() -> tuple[list[str], list[int]]:
+        hooks, computed, answer = Hooks(layer_outputs=lambda layer, hidden: seen.put(layer)), [], list[int]()
 
-    assert anyio.run(main) == LAYERS
+        async def ask() -> None:
+            params = SamplingParams(max_tokens=1, ignore_eos=True)
+            answer.extend([piece.token_id async for piece in llm.pieces([IDS], params)])
+
+        async with open_llm(four_layers, hooks=hooks, reader_of=partial(GatedReader, gate=gate)) as llm:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ask)
+                for layer in LAYERS:
+                    gate.let(layer)
+                    await llm.wait_ready(layer)
+                    computed.append(await anyio.to_thread.run_sync(lambda: seen.get(timeout=SOON_S)))
+                    assert llm.readiness["head"] is not LayerState.READY
+                gate.open()
+            await llm.wait_loaded()
+        return computed, answer
+
+    assert anyio.run(main) == (LAYERS, [expected_token(four_layers)])
 
 
 def test_the_head_computes_rows_while_its_last_ones_arrive(four_layers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head in ten runs of rows: with nine of them there, its forward pass waits for the tenth, and only for that."""
+    """The head in ten runs of rows: with nine of them there, its forward pass waits for the tenth alone."""
     monkeypatch.setattr("streaming.prepare.make_plan", partial(make_plan, item_nbytes=16 * 64 * 2))
     held = threading.Event()
     prepared = prepare(str(four_layers), LoadOptions(dtype="float32"))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -171,7 +173,7 @@ def test_rows_of_an_evicted_layer_are_gone(table: Residency) -> None:
 
 def test_an_error_wakes_whoever_waits_with_that_very_error(table: Residency) -> None:
     error, stops = LayerLoadError("layers.1", "read", "w", "gone"), [Stop(), Stop()]
-    waiting = [
+    waiting: list[Future[Any]] = [
         in_background(lambda: leased(table, "layers.1", stops[0])),
         in_background(lambda: table.lease_rows("head", "lm_head.weight", 1, stop=stops[1])),
         in_background(lambda: table.wait("head")),
