@@ -22,11 +22,13 @@ def rows_present(param: str, stop_row: int) -> None:
 class StepContext:
     """kernels: which matmul runs.
 
+    packed: whether linear layers use their packed copies, where they have been given any.
     check: called before every matmul; raises to end a pass that is no longer wanted.
     await_rows: called by the head before it reads rows of a parameter, with the parameter's name and the row where
     they stop; returns when rows [0, stop) are there. That is how the head is computed while its last rows arrive.
     """
 
     kernels: Kernels
+    packed: bool = False
     check: Callable[[], None] = proceed
     await_rows: Callable[[str, int], None] = rows_present

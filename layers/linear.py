@@ -14,6 +14,7 @@ from torch import nn
 from layers.context import StepContext
 from layers.weights import ParamSpec
 from quant.dtypes import to_torch
+from quant.packed import PackedLinear
 
 
 class Linear(nn.Module):
@@ -28,6 +29,7 @@ class Linear(nn.Module):
         self.sections = weight.section_rows
         self._stored_names = tuple(weight.storage())
         self._has_bias = bias is not None
+        self.packed: PackedLinear | None = None  # given by the runtime; used in steps that ask for it
 
     def stored(self) -> dict[str, torch.Tensor]:
         """The weight's stored tensors by name, without the bias."""
@@ -37,6 +39,8 @@ class Linear(nn.Module):
         """x [T, I] -> [T, O], all sections side by side."""
         ctx.check()
         bias = self.get_parameter("bias") if self._has_bias else None
+        if ctx.packed and self.packed is not None and self.packed.takes(x):
+            return self.packed.linear(x, bias, kernels=ctx.kernels)
         return self.scheme.linear(x, self.stored(), self.sections, bias, kernels=ctx.kernels)
 
 

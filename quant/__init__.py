@@ -6,23 +6,63 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quant.cpu_features import CpuFeatures
     from quant.dtypes import DType
     from quant.errors import QuantError
+    from quant.float8 import Fp8PerBlock, Fp8PerChannel, Fp8PerTensor
+    from quant.int8 import Int8PerChannel
     from quant.kernels import KernelMode, Kernels
+    from quant.packed import PackedLinear, pack, packed_nbytes
+    from quant.policy import QuantPolicy, Rule, default_policy
+    from quant.registry import scheme_by_name, scheme_names
     from quant.scheme import Scheme, StoredSpec
     from quant.wide import Wide
 
 _HOME = {
+    "CpuFeatures": "quant.cpu_features",
     "DType": "quant.dtypes",
+    "Fp8PerBlock": "quant.float8",
+    "Fp8PerChannel": "quant.float8",
+    "Fp8PerTensor": "quant.float8",
+    "Int8PerChannel": "quant.int8",
     "KernelMode": "quant.kernels",
     "Kernels": "quant.kernels",
+    "PackedLinear": "quant.packed",
     "QuantError": "quant.errors",
+    "QuantPolicy": "quant.policy",
+    "Rule": "quant.policy",
     "Scheme": "quant.scheme",
     "StoredSpec": "quant.scheme",
     "Wide": "quant.wide",
+    "default_policy": "quant.policy",
+    "pack": "quant.packed",
+    "packed_nbytes": "quant.packed",
+    "scheme_by_name": "quant.registry",
+    "scheme_names": "quant.registry",
 }
 
-__all__ = ["DType", "KernelMode", "Kernels", "QuantError", "Scheme", "StoredSpec", "Wide"]
+__all__ = [
+    "CpuFeatures",
+    "DType",
+    "Fp8PerBlock",
+    "Fp8PerChannel",
+    "Fp8PerTensor",
+    "Int8PerChannel",
+    "KernelMode",
+    "Kernels",
+    "PackedLinear",
+    "QuantError",
+    "QuantPolicy",
+    "Rule",
+    "Scheme",
+    "StoredSpec",
+    "Wide",
+    "default_policy",
+    "pack",
+    "packed_nbytes",
+    "scheme_by_name",
+    "scheme_names",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,14 +11,16 @@ import torch
 @dataclass(frozen=True)
 class CpuFeatures:
     """native_bf16: bfloat16 products run on instructions of their own (AMX or AVX512-BF16); without them a product in
-    bfloat16 is several times slower than one widened to float32."""
+    bfloat16 is several times slower than one widened to float32.
+    vnni: FBGEMM's int8 products sum in 32 bits at once (AVX512-VNNI), where they otherwise go through 16."""
 
     native_bf16: bool = False
+    vnni: bool = False
 
     @classmethod
     def detect(cls) -> CpuFeatures:
         """Of this machine, as far as oneDNN is allowed to use them (ONEDNN_MAX_CPU_ISA)."""
-        return cls(native_bf16=_native_bf16())
+        return cls(native_bf16=_native_bf16(), vnni=bool(torch.cpu._is_vnni_supported()))
 
 
 # Limits of ONEDNN_MAX_CPU_ISA under which oneDNN has no bfloat16 products of its own.

@@ -2,8 +2,8 @@
 
 How a library divides a product among threads decides the order of its sums, so its bits depend on the number of
 threads (measured: MKL's float32 and oneDNN's bfloat16 products do, from 4 rows on). Here the division depends on the
-weight's shape alone and every panel is computed with torch's own threads set to one; whoever runs the panels may take
-them in any order and on any number of threads, and the bits stay the same.
+weight's shape alone (quant.panel_bounds) and every panel is computed with torch's own threads set to one; whoever runs
+the panels may take them in any order and on any number of threads, and the bits stay the same.
 """
 
 from __future__ import annotations
@@ -12,11 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-
-PANELS = 16  # at most: enough for as many threads, few enough that handing them out costs little
-LEAST_NBYTES = 1 << 20  # of a weight's panel: less is not worth a thread's while
-MULTIPLE = 128  # rows: whole scale blocks, and whole tiles of the kernels
-STRIP_NBYTES = 2 << 20  # of the buffer that a panel is widened into: stays in the second-level cache
 
 
 class Workspace:
@@ -55,23 +50,13 @@ class InOrder:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """torch's own threads set to one for the block, in the calling thread (0.2 microseconds a change)."""
+    """torch's own threads set to one for the block, in the calling thread (half a microsecond a change)."""
     before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def panel_bounds(rows: int, row_nbytes: int) -> list[tuple[int, int]]:
-    """The fixed runs of output rows [start, stop) of a weight, by its shape alone."""
-    least = -(-LEAST_NBYTES // max(1, row_nbytes))
-    size = -(-max(-(-rows // PANELS), least) // MULTIPLE) * MULTIPLE
-    return [(start, min(rows, start + size)) for start in range(0, rows, size)]
-
-
-def strip_bounds(start: int, stop: int, *, in_features: int, itemsize: int) -> list[tuple[int, int]]:
-    """Runs of a panel's rows whose wide form fits the strip buffer, whole scale blocks each."""
-    size = max(1, STRIP_NBYTES // (in_features * itemsize * MULTIPLE)) * MULTIPLE
-    return [(row, min(stop, row + size)) for row in range(start, stop, size)]

@@ -41,21 +41,28 @@ class AsyncLLM:
         """The answers to several prompts, which share each layer's arrival. Leaving the loop early cancels the rest."""
         from streaming.generate import Piece
 
-        job = await _in_thread(partial(self._submit, prompts, params or SamplingParams()))
-        try:
-            while (event := await _in_thread(job.next_result)) is not None:
+        async with aclosing(self._events(prompts, params)) as events:
+            async for event in events:
                 if isinstance(event, Piece):
                     yield event
-        finally:
-            job.cancel()
 
     async def complete(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]:
         """Finished answers, in the order of the prompts."""
-        before = len(self.model.completions)
-        async with aclosing(self.pieces(prompts, params)) as pieces:
-            async for _ in pieces:
-                pass
-        return sorted(self.model.completions[before:], key=lambda completion: completion.index)
+        from streaming.generate import Completion
+
+        async with aclosing(self._events(prompts, params)) as events:
+            found = [event async for event in events if isinstance(event, Completion)]
+        return sorted(found, key=lambda completion: completion.index)
+
+    async def _events(
+        self, prompts: Sequence[Prompt], params: SamplingParams | None
+    ) -> AsyncGenerator[Piece | Completion, None]:
+        job = await _in_thread(partial(self._submit, prompts, params or SamplingParams()))
+        try:
+            while (event := await _in_thread(job.next_result)) is not None:
+                yield event
+        finally:
+            job.cancel()
 
     def _submit(self, prompts: Sequence[Prompt], params: SamplingParams) -> Job:
         return self.model.submit(self.text.requests(prompts, params), self.text.decoder_for(prompts))
@@ -75,8 +82,7 @@ class AsyncLLM:
 
     async def wait_loaded(self) -> None:
         """Return when every layer is ready; raises what ended the load."""
-        for layer in self.readiness:
-            await self.wait_ready(layer)
+        await _in_thread(self.model.wait_loaded)
 
     def on_change(self, callback: Callable[[str, LayerState], None]) -> None:
         """Call `callback(layer, state)` at every change from now on, in the event loop: it must be short."""

@@ -1,15 +1,19 @@
 """The memory a load needs, computed before anything is allocated. Pure.
 
-Four sources make the peak: the parameters in their stored form, the window that bytes pass through, the one wide item
-in each of the two stages behind it (only where bytes must be decoded or converted first), and the KV cache.
+Five sources make the peak: the parameters in their stored form, the window that bytes pass through, the one wide item
+in each of the two stages behind it (only where bytes must be decoded or converted first), the KV cache, and the packed
+copies of `--kernels fast`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+from layers.weights import ParamKind, ParamSpec
 from quant.dtypes import DType
+from quant.packed import packed_nbytes
 from streaming.errors import BudgetError
 from streaming.plan import LoadItem, LoadPlan
 from streaming.sizes import format_size
@@ -26,26 +30,36 @@ class Budget:
     convert_nbytes: int
     cache_nbytes: int
     limit_nbytes: int | None = None
+    packed_nbytes: int = 0
 
     @property
     def peak_nbytes(self) -> int:
         """The most that is held at once by the model itself; the interpreter's own memory is not in it."""
-        return self.kept_nbytes + self.window_nbytes + self.convert_nbytes + self.cache_nbytes
+        return self.kept_nbytes + self.window_nbytes + self.convert_nbytes + self.cache_nbytes + self.packed_nbytes
 
 
 def make_budget(
-    plan: LoadPlan, *, window_nbytes: int | None, cache_nbytes: int, limit_nbytes: int | None = None
+    plan: LoadPlan,
+    *,
+    window_nbytes: int | None,
+    cache_nbytes: int,
+    limit_nbytes: int | None = None,
+    packs: bool = False,
 ) -> Budget:
-    """The budget of a plan. Raises BudgetError when the limit is too small, with what is needed."""
+    """The budget of a plan; `packs`: with packed copies. Raises BudgetError when the limit is too small, with what is
+    needed."""
     window = choose_window(plan) if window_nbytes is None else window_nbytes
     staged = sum(item.nbytes for item in plan.items if not item.direct)
-    budget = Budget(plan.kept_nbytes, min(window, staged), convert_nbytes(plan), cache_nbytes, limit_nbytes)
+    packed = sum(map(_packed_nbytes, _linears(plan))) if packs else 0
+    budget = Budget(plan.kept_nbytes, min(window, staged), convert_nbytes(plan), cache_nbytes, limit_nbytes, packed)
     if limit_nbytes is not None and budget.peak_nbytes > limit_nbytes:
         raise BudgetError(
             f"--memory {format_size(limit_nbytes)} is too small: {format_size(budget.peak_nbytes)} are needed "
             f"({format_size(budget.kept_nbytes)} of weights, {format_size(budget.window_nbytes)} of window, "
-            f"{format_size(budget.convert_nbytes)} for conversion, {format_size(cache_nbytes)} of KV cache); "
+            f"{format_size(budget.convert_nbytes)} for conversion, {format_size(cache_nbytes)} of KV cache"
+            f"{f', {format_size(packed)} of packed copies' if packed else ''}); "
             "try --quantization, a smaller --window or a smaller --max-model-len"
+            f"{', or leave out --kernels fast' if packed else ''}"
         )
     return budget
 
@@ -66,3 +80,12 @@ def _is_converted(item: LoadItem) -> bool:
 
 def _wide_nbytes(item: LoadItem) -> int:
     return (item.rows[1] - item.rows[0]) * prod(item.param.shape[1:]) * DType.F32.itemsize
+
+
+def _linears(plan: LoadPlan) -> Iterator[ParamSpec]:
+    params = (param for layer in plan.layers for param in layer.spec.params)
+    return (param for param in params if param.kind is ParamKind.LINEAR)
+
+
+def _packed_nbytes(param: ParamSpec) -> int:
+    return packed_nbytes(param.scheme, param.section_rows, param.shape[1])

@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -40,11 +42,13 @@ class _Parser(argparse.ArgumentParser):
 
 def run(arguments: Sequence[str]) -> int:
     """Parse and carry out; the exit status."""
-    command = next((word for word in arguments if not word.startswith("-")), None)
-    options = make_parser(command if command in COMMANDS else None).parse_args(arguments)
-    _set_up_logging()
-    _calm_openmp()
+    options = argparse.Namespace(command="", debug=False)
+    _keep_interrupts()
     try:
+        command = next((word for word in arguments if not word.startswith("-")), None)
+        options = make_parser(command if command in COMMANDS else None).parse_args(arguments)
+        _set_up_logging()
+        _calm_openmp()
         status: int = import_module(f"streaming.commands.{options.command}").run(options)
         return status
     except KeyboardInterrupt:
@@ -67,7 +71,7 @@ def _one_cause(error: BaseException) -> str:
 def _fail(message: str, options: argparse.Namespace, *, status: int = 1) -> int:
     if options.debug:
         traceback.print_exc()
-    sys.stderr.write(f"firstlayer {options.command}: error: {message}\n")
+    sys.stderr.write(f"{f'firstlayer {options.command}'.rstrip()}: error: {message}\n")
     return status
 
 
@@ -79,6 +83,21 @@ def _set_up_logging() -> None:
     if level not in known:
         warn(f"FIRSTLAYER_LOG={level.lower()} is no level; known: {', '.join(sorted(known)).lower()}")
     warnings.simplefilter("ignore")  # those of libraries, about their own future
+
+
+def _keep_interrupts() -> None:
+    """Python throws away exceptions of destructors and callbacks, and importing torch runs many: an interrupt that
+    arrives in one of them would be lost. It is raised again a moment later."""
+
+    def keep(unraisable: Any) -> None:
+        if unraisable.exc_type is KeyboardInterrupt:
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+        else:
+            sys.__unraisablehook__(unraisable)
+
+    if threading.current_thread() is threading.main_thread():
+        sys.unraisablehook = keep
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
 
 
 def _calm_openmp() -> None:
@@ -121,7 +140,8 @@ class _Version(argparse.Action):
             found = version("firstlayer")
         except PackageNotFoundError:
             found = "(not installed)"
-        parser.exit(0, f"firstlayer {found}\n")
+        sys.stdout.write(f"firstlayer {found}\n")
+        parser.exit(0)
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:

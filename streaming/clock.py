@@ -16,8 +16,6 @@ class RunClock:
     imports_done_s: float | None = None
     load_begin_s: float | None = None
     load_end_s: float | None = None
-    first_ready_s: float | None = None
-    first_forward_s: float | None = None
 
     def since_start(self, moment_s: float | None) -> float | None:
         """Seconds from the start to a moment; None when it has not come."""

@@ -22,7 +22,10 @@ class EmbeddingRows:
 
     def __init__(self, table: TensorInfo, *, dtype: DType) -> None:
         self._table, self._dtype = table, dtype
-        self._descriptor = os.open(table.file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._descriptor = os.open(table.file, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise LayerLoadError("embed", "read", table.name, f"{table.file}: {error.strerror}") from error
         self._rows: dict[int, torch.Tensor] = {}
         self.read_nbytes = 0
 

@@ -24,6 +24,7 @@ class Job:
     work: Callable[[Job], Iterator[Any]]
     out: queue.SimpleQueue[tuple[str, Any]] = field(default_factory=queue.SimpleQueue)
     wake: Callable[[], None] = lambda: None
+    tell: Callable[[BaseException], None] = lambda error: None
     cancelled: bool = False
 
     def cancel(self) -> None:
@@ -43,6 +44,7 @@ class Job:
         """The next thing that the work yields (blocking), or None at its end; raises the work's error."""
         kind, value = self.out.get()
         if kind == "error":
+            self.tell(value)
             raise value
         return value
 
@@ -56,11 +58,17 @@ class ForwardThread:
         self._thread = threading.Thread(target=self._run, name="firstlayer-forward", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[Job], Iterator[Any]], *, wake: Callable[[], None]) -> Job:
-        """Queue a job; `wake` disturbs whatever it may be waiting in."""
+    def submit(
+        self,
+        work: Callable[[Job], Iterator[Any]],
+        *,
+        wake: Callable[[], None],
+        tell: Callable[[BaseException], None],
+    ) -> Job:
+        """Queue a job; `wake` disturbs what it may be waiting in, `tell` learns which error its caller was given."""
         if self._closed:
             raise StreamClosedError("the model is closed")
-        job = Job(work, wake=wake)
+        job = Job(work, wake=wake, tell=tell)
         self._jobs.put(job)
         return job
 

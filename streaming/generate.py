@@ -12,7 +12,9 @@ from layers.batch import make_batch
 from layers.kv_cache import KVCache
 from layers.sampler import Sampler
 from layers.sampling_params import SamplingParams
+from quant.kernels import KernelMode
 from streaming.detokenizer import StreamingDetokenizer
+from streaming.packing import pack_layers
 from streaming.runner import ModelRunner
 from streaming.stopping import StopChecker
 from streaming.tokenizer import Tokenizer
@@ -55,6 +57,7 @@ class Timing:
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     decoded: int = 0  # tokens after the first step
+    packing_s: float = 0.0  # spent behind the first step on packed weights
 
 
 @dataclass
@@ -122,9 +125,9 @@ def generate(
     timing.begun_s = time.monotonic()
     answers = [_begin(index, request, tokenizer, new_cache) for index, request in enumerate(requests)]
     inputs = [list(request.prompt_ids) for request in requests]
-    active = answers
+    active, packed = answers, False
     while active:
-        logits = _step(runner, active, inputs, stop)
+        logits = _step(runner, active, inputs, stop, packed=packed)
         for row, answer in enumerate(active):
             token = answer.sampler(logits[row], previous=(*answer.request.prompt_ids, *answer.token_ids))
             _note(timing, first=not answer.token_ids)
@@ -135,6 +138,10 @@ def generate(
                 yield answer.completion()
         active = [answer for answer in active if answer.finish_reason is None]
         inputs = [[answer.token_ids[-1]] for answer in active]
+        if active and not packed and runner.kernels.mode is KernelMode.FAST:
+            begun_s, packed = time.monotonic(), True  # always behind the first step: bits must not depend on the load
+            pack_layers(runner, stop=stop)
+            timing.packing_s = time.monotonic() - begun_s
 
 
 def _begin(index: int, request: Request, tokenizer: Tokenizer | None, new_cache: Callable[[int], KVCache]) -> _Answer:
@@ -146,11 +153,16 @@ def _begin(index: int, request: Request, tokenizer: Tokenizer | None, new_cache:
 
 
 def _step(
-    runner: ModelRunner, active: Sequence[_Answer], inputs: Sequence[Sequence[int]], stop: Callable[[], None]
+    runner: ModelRunner,
+    active: Sequence[_Answer],
+    inputs: Sequence[Sequence[int]],
+    stop: Callable[[], None],
+    *,
+    packed: bool,
 ) -> torch.Tensor:
     new = [(ids, answer.cache) for ids, answer in zip(inputs, active, strict=True)]
     batch = make_batch(new, vocab_size=runner.model.config.vocab_size, device=runner.device.torch_device)
-    return runner.forward(batch, batch.last_rows, stop=stop)
+    return runner.forward(batch, batch.last_rows, stop=stop, packed=packed)
 
 
 def _note(timing: Timing, *, first: bool) -> None:

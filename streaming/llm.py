@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing
 from pathlib import Path
@@ -134,25 +135,24 @@ class LLM:
 
     def _open(self, prepared: Prepared, clock: RunClock, hooks: Hooks, *, whole_torch: bool = True) -> None:
         self.tracer, self.clock, self.prepared = Tracer(), clock, prepared
-        self._stack, self._closed = ExitStack(), False
-        reader = self._stack.enter_context(closing(start_reader(self.prepared)))
+        stack = ExitStack()
+        reader = stack.enter_context(closing(start_reader(self.prepared)))
         try:
             self.clock.once("load_begin_s")
             self._text = ModelText(prepared.checkpoint)
             bring_torch(self.tracer, self.clock, whole=whole_torch)
-            self._model = self._start(reader, hooks)
+            self._model = self._start(stack, reader, hooks)
         except BaseException:
-            self._stack.close()
+            stack.close()
             raise
+        self._closer = weakref.finalize(self, _close, self._model, stack)  # also for who forgets to close
 
-    def _start(self, reader: Reader, hooks: Hooks) -> StreamedModel:
-        from anyio.from_thread import start_blocking_portal
-
+    def _start(self, stack: ExitStack, reader: Reader, hooks: Hooks) -> StreamedModel:
         from streaming.model import run_model
+        from streaming.portal import LoopThread
 
-        portal = self._stack.enter_context(start_blocking_portal())
-        running = run_model(self.prepared, reader, tracer=self.tracer, clock=self.clock, hooks=hooks)
-        return self._stack.enter_context(portal.wrap_async_context_manager(running))
+        loop = stack.enter_context(closing(LoopThread()))
+        return loop.enter(run_model(self.prepared, reader, tracer=self.tracer, clock=self.clock, hooks=hooks))
 
     # --- text in, text out
 
@@ -171,18 +171,20 @@ class LLM:
         """The answers to several prompts, which share each layer's arrival: pieces in the order in which they come."""
         from streaming.generate import Piece
 
-        requests = self._text.requests(prompts, params or SamplingParams())
-        job = self._open_model().submit(requests, self._text.decoder_for(prompts))
-        for event in job.results():
+        for event in self._events(prompts, params):
             if isinstance(event, Piece):
                 yield event
 
     def complete(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]:
         """Finished answers, in the order of the prompts."""
-        before = len(self._open_model().completions)
-        for _ in self.pieces(prompts, params):
-            pass
-        return sorted(self._model.completions[before:], key=lambda completion: completion.index)
+        from streaming.generate import Completion
+
+        found = [event for event in self._events(prompts, params) if isinstance(event, Completion)]
+        return sorted(found, key=lambda completion: completion.index)
+
+    def _events(self, prompts: Sequence[Prompt], params: SamplingParams | None) -> Iterator[Piece | Completion]:
+        requests = self._text.requests(prompts, params or SamplingParams())
+        yield from self._open_model().submit(requests, self._text.decoder_for(prompts)).results()
 
     def logits(self, token_ids: Sequence[int]) -> Any:
         """float32 logits [len(token_ids), vocab] of every position, as a torch tensor."""
@@ -237,35 +239,20 @@ class LLM:
 
     def wait_loaded(self) -> None:
         """Block until every layer is ready; raises what ended the load."""
-        for layer in self._model.readiness:
-            self._model.wait_ready(layer)
+        self._model.wait_loaded()
 
     def stats(self) -> Summary:
         """What is known of the run now."""
         return self._model.stats()
 
     def _open_model(self) -> StreamedModel:
-        if self._closed:
+        if not self._closer.alive:
             raise StreamClosedError("the model is closed")
         return self._model
 
     def close(self) -> None:
         """End everything: soon when something is running. Raises the load's error if nobody has seen it."""
-        if not self._closed:
-            self._closed = True
-            self._model.close()
-            try:
-                self._stack.close()
-            finally:
-                self._join_workers()
-
-    def _join_workers(self) -> None:
-        """Wait for the event loop's worker threads, which end with it but are daemons.
-
-        One that is still taking leave of torch when the interpreter ends would abort the process.
-        """
-        for thread in self._model.workers:
-            thread.join(timeout=5.0)
+        self._closer()
 
     def __enter__(self) -> LLM:
         return self
@@ -279,3 +266,17 @@ class LLM:
             if error is None:
                 raise
             logger.debug("closing after an error", exc_info=True)
+
+
+def _close(model: StreamedModel, stack: ExitStack) -> None:
+    """End what belongs to a model, then wait for the event loop's worker threads.
+
+    They end with the loop but are daemons: one that is still taking leave of torch when the interpreter ends would
+    abort the process.
+    """
+    model.close()
+    try:
+        stack.close()
+    finally:
+        for thread in model.workers:
+            thread.join(timeout=5.0)

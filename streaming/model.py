@@ -7,12 +7,14 @@ process, page-locked memory.
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -25,7 +27,7 @@ from quant.kernels import KernelMode, Kernels
 from streaming.clock import RunClock
 from streaming.device import Device, StoredTensors, open_device
 from streaming.embedding_rows import EmbeddingRows
-from streaming.errors import BudgetError, OptionError, StreamClosedError
+from streaming.errors import BudgetError, OptionError, StreamClosedError, StreamingError
 from streaming.forward_thread import ForwardThread, Job, RequestCancelled
 from streaming.generate import Completion, Piece, Request, Timing, generate
 from streaming.hooks import Hooks
@@ -55,12 +57,14 @@ class StreamedModel:
     clock: RunClock
     watch: MemoryWatch
     load_error: BaseException | None = None
+    told: BaseException | None = None  # the load's error, once somebody has been given it
     warnings: list[str] = field(default_factory=list)
     closing: bool = False
     workers: set[threading.Thread] = field(default_factory=set)
     _forward: ForwardThread = field(default_factory=ForwardThread)
     _timing: Timing = field(default_factory=Timing)
     _completions: list[Completion] = field(default_factory=list)
+    _begun: int = 0  # how many completions there were when the last generation began
     _cache_nbytes: int = 0
 
     # --- readiness
@@ -75,7 +79,18 @@ class StreamedModel:
 
         Raises LayerLoadError when loading fails, StreamClosedError when the model is closed meanwhile.
         """
-        return self.residency.wait(self._layer_name(layer), timeout)
+        return self._telling(lambda: self.residency.wait(self._layer_name(layer), timeout))
+
+    def wait_loaded(self, timeout: float | None = None) -> bool:
+        """Block until the load is over, its last checks included: True, or False after `timeout` seconds."""
+        return self._telling(lambda: self.residency.wait_finished(timeout))
+
+    def _telling(self, wait: Callable[[], bool]) -> bool:
+        try:
+            return wait()
+        except StreamingError as error:
+            self.told = error
+            raise
 
     def on_change(self, callback: Callable[[str, LayerState], None]) -> None:
         """Call `callback(layer, state)` at every change from now on, in the loader's thread."""
@@ -93,7 +108,7 @@ class StreamedModel:
     def submit(self, requests: Sequence[Request], tokenizer: Tokenizer | None) -> Job:
         """Generate in the forward thread; the job yields Piece and Completion as they come."""
         fitting = [self.fitted(request) for request in requests]
-        return self._forward.submit(partial(self._generate, fitting, tokenizer), wake=self.residency.wake)
+        return self._submit(partial(self._generate, fitting, tokenizer))
 
     def submit_call(self, call: Callable[[ModelRunner, Callable[[], None]], object]) -> Job:
         """Run `call(runner, stop)` in the forward thread; the job yields its one result."""
@@ -101,10 +116,16 @@ class StreamedModel:
         def work(job: Job) -> Iterator[object]:
             yield call(self.runner, partial(self._stop, job))
 
-        return self._forward.submit(work, wake=self.residency.wake)
+        return self._submit(work)
+
+    def _submit(self, work: Callable[[Job], Iterator[Any]]) -> Job:
+        return self._forward.submit(work, wake=self.residency.wake, tell=self._note_told)
+
+    def _note_told(self, error: BaseException) -> None:
+        self.told = error
 
     def _generate(self, requests: list[Request], tokenizer: Tokenizer | None, job: Job) -> Iterator[Piece | Completion]:
-        self._cache_nbytes = 0
+        self._cache_nbytes, self._begun = 0, len(self._completions)
         timing = self._timing = Timing()
         stop, marked = partial(self._stop, job), bool(self._completions)
         made = generate(self.runner, requests, tokenizer=tokenizer, new_cache=self.new_cache, stop=stop, timing=timing)
@@ -126,6 +147,7 @@ class StreamedModel:
         """The request, checked, with max_tokens cut to what the context holds."""
         if not request.prompt_ids:
             raise OptionError("the prompt is empty: at least one token is needed")
+        request = replace(request, prompt_ids=tuple(_whole(token) for token in request.prompt_ids))
         vocab = self.prepared.config.vocab_size
         wrong = next((token for token in request.prompt_ids if not 0 <= token < vocab), None)
         if wrong is not None:
@@ -164,17 +186,17 @@ class StreamedModel:
         clock, timing = self.clock, self._timing
         first = timing.first_token_s or None
         seconds = lane_seconds(self.tracer.spans())
-        decode_s = timing.last_token_s - timing.first_token_s
+        decode_s = timing.last_token_s - timing.first_token_s - timing.packing_s
         rate = timing.decoded / decode_s if timing.decoded and decode_s > 0 else None
         last = self._completions[-1] if self._completions else None
-        total = sum(len(c.token_ids) for c in self._completions)
+        total = sum(len(completion.token_ids) for completion in self._completions[self._begun :])
         begun = timing.begun_s
         peak = self.watch.peak_nbytes
         return Summary(
             ttft_s=clock.since_start(first),
             import_s=clock.since_start(clock.imports_done_s),
             from_load_s=_between(max(clock.load_begin_s or 0, clock.imports_done_s or 0), first),
-            first_layer_ready_s=clock.since_start(clock.first_ready_s),
+            first_layer_ready_s=clock.since_start(self.residency.first_ready_s),
             first_forward_s=clock.since_start(self._first_forward()),
             load_done_s=clock.since_start(clock.load_end_s),
             load_s=_between(clock.load_begin_s, clock.load_end_s),
@@ -218,6 +240,13 @@ class StreamedModel:
     def join(self) -> None:
         """Wait for the forward thread's end."""
         self._forward.close()
+
+
+def _whole(token: object) -> int:
+    try:
+        return operator.index(token)  # type: ignore[arg-type]
+    except TypeError:
+        raise OptionError(f"token id {token!r} is not a whole number") from None
 
 
 def _between(begin: float | None, end: float | None) -> float | None:
@@ -273,7 +302,7 @@ async def run_model(
             await anyio.to_thread.run_sync(_shut_down, streamed, device, reader)
     if failure is not None:
         raise failure
-    if streamed.load_error is not None:
+    if streamed.load_error is not None and streamed.told is not streamed.load_error:
         raise streamed.load_error
 
 
@@ -289,7 +318,6 @@ def _assemble(
     shell = build_shell(prepared.config, prepared.specs)
     attach(shell, device.stored)
     residency = Residency([spec.name for spec in prepared.specs if spec.params], tracer)
-    residency.on_change(partial(_note_first_ready, clock, tracer))
     options = prepared.options
     panels = PanelPool()
     kernels = Kernels.detect(mode=KernelMode(options.kernels), run=panels)
@@ -304,12 +332,6 @@ def _assemble(
     return streamed
 
 
-def _note_first_ready(clock: RunClock, tracer: Tracer, layer: str, state: LayerState) -> None:
-    if state is LayerState.READY and clock.first_ready_s is None:
-        clock.once("first_ready_s")
-        tracer.mark(f"{layer} ready")
-
-
 def _note(streamed: StreamedModel, warn: Callable[[str], None], text: str) -> None:
     streamed.warnings.append(text)
     warn(text)
@@ -321,7 +343,9 @@ async def _load(pipeline: Pipeline, streamed: StreamedModel, device: Device) -> 
         if streamed.prepared.retie:
             await anyio.to_thread.run_sync(_compare_tied, device, pipeline.hooks.warn)
         streamed.clock.once("load_end_s")
+        streamed.tracer.mark("first layer ready", at_s=streamed.residency.first_ready_s)
         streamed.tracer.mark("load done", at_s=streamed.clock.load_end_s)
+        streamed.residency.finish()
     except Exception as error:
         streamed.load_error = error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from quant.dtypes import DType
@@ -54,7 +55,7 @@ class LoadOptions:
             _one_of("--quantization", self.quantization, tuple(scheme_names()))
         if self.quantize_head and self.quantization == "none":
             raise OptionError("--quantize-head needs a --quantization other than none")
-        if self.device != "cpu" and self.device.partition(":")[0] != "cuda":
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise OptionError(f"--device {self.device}: known devices are cpu and cuda[:index]")
         _positive("--max-model-len", self.max_model_len)
         _positive("--threads", self.threads)
@@ -78,6 +79,6 @@ def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:
         raise OptionError(f"{option} {value!r} is not known: choose one of {', '.join(known)}")
 
 
-def _positive(option: str, value: int | None) -> None:
-    if value is not None and (isinstance(value, bool) or value < 1):
+def _positive(option: str, value: object) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise OptionError(f"{option} {value!r}: a whole number of at least 1 is needed")

@@ -187,23 +187,33 @@ class Pipeline:
         async with receive:
             async for work in receive:
                 item = work.item
-                with self._span("publish", item):
-                    if work.moment is None:
-                        self.residency.publish_rows(item.param.name, published_rows(item))
-                    if item.index in self._last:
-                        self.residency.publish(item.layer, event=work.moment)
-                self._judge(item)
+                if self.check_weights:
+                    self._judge(item)
+                self._publish_now(work)
+                if not self.check_weights:
+                    self._judge(item)
                 self.residency.mark(item.layer, "read")
                 self._passed(item, "publish")
+
+    def _publish_now(self, work: _Work) -> None:
+        item = work.item
+        try:
+            with self._span("publish", item):
+                if work.moment is None:
+                    self.residency.publish_rows(item.layer, item.param.name, published_rows(item))
+                if item.index in self._last:
+                    self.residency.publish(item.layer, event=work.moment)
+        except Exception as error:
+            raise _failure(item, "publish", error) from error
 
     def _judge(self, item: LoadItem) -> None:
         if self.device.torch_device.type != "cpu" and not self.check_weights and item.index < len(self.plan.items) - 1:
             return  # a look at the numbers would wait for the device: once, at the end
         with self.device.working():
             faults = list(self.checks.judge())
-        for fault in faults:
+        for faulty, fault in faults:
             if self.check_weights:
-                raise LayerLoadError(item.layer, "check", item.tensor.name, fault)
+                raise LayerLoadError(faulty.layer, "check", faulty.tensor.name, fault)
             self.hooks.warn(fault)
 
     def _passed(self, item: LoadItem, stage: str) -> None:
@@ -217,10 +227,8 @@ class Pipeline:
     async def _worker(self, item: LoadItem, stage: str, work: Callable[[LoadItem], T]) -> T:
         try:
             return await anyio.to_thread.run_sync(self._in_worker, work, item, stage)
-        except (StreamingError, MemoryError) as error:
-            raise LayerLoadError(item.layer, stage, item.tensor.name, error) from error
         except Exception as error:
-            raise LayerLoadError(item.layer, stage, item.tensor.name, f"{type(error).__name__}: {error}") from error
+            raise _failure(item, stage, error) from error
 
     def _in_worker(self, work: Callable[[LoadItem], T], item: LoadItem, stage: str) -> T:
         begin = time.monotonic()
@@ -237,6 +245,11 @@ class Pipeline:
 
     def _span(self, lane: str, item: LoadItem) -> Any:
         return self.tracer.span(lane, item.tensor.name, layer=item.layer)
+
+
+def _failure(item: LoadItem, stage: str, error: Exception) -> LayerLoadError:
+    ours = isinstance(error, (StreamingError, MemoryError))
+    return LayerLoadError(item.layer, stage, item.tensor.name, error if ours else f"{type(error).__name__}: {error}")
 
 
 def published_rows(item: LoadItem) -> int:

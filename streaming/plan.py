@@ -345,10 +345,13 @@ def conversion_warnings(items: Iterable[LoadItem]) -> list[str]:
     """One warning for each pair of dtypes where a conversion loses something; exact widening is silent."""
     pairs: Counter[tuple[DType, DType]] = Counter()
     first: dict[tuple[DType, DType], str] = {}
+    seen: set[str] = set()
     for item in items:
         source, target = item.tensor.dtype, item.param.dtype
-        if item.section_rows[0] or item.tensor.encoding or not _loses(source, target):
+        quantized = item.param.scheme.name != "none"  # from what is on disk: nothing is narrowed on the way
+        if quantized or item.tensor.encoding or item.tensor.name in seen or not _loses(source, target):
             continue
+        seen.add(item.tensor.name)
         pairs[source, target] += 1
         first.setdefault((source, target), item.tensor.name)
     return [

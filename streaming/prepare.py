@@ -68,6 +68,7 @@ def prepare(model: str, options: LoadOptions) -> Prepared:
         window_nbytes=options.window_nbytes,
         cache_nbytes=kv_cache_nbytes(config, max_tokens=tokens, dtype=dtype),
         limit_nbytes=options.memory_nbytes,
+        packs=options.kernels == "fast" and options.device == "cpu",
     )
     read_plan = plan_reads(plan, window_nbytes=options.window_nbytes or budget.window_nbytes)
     return Prepared(options, checkpoint, config, dtype, specs, plan, budget, read_plan, both)
@@ -100,4 +101,7 @@ def holds_only_zeros(tensor: TensorInfo) -> bool:
     with open(tensor.file, "rb") as file:
         file.seek(tensor.offset)
         data = file.read(tensor.nbytes)
-    return len(data) == tensor.nbytes and not any(data)
+    last = tensor.dtype.itemsize - 1  # little endian: the sign stands in a number's last byte
+    signs = data[last :: tensor.dtype.itemsize]
+    numbers = (data[offset :: tensor.dtype.itemsize] for offset in range(last))
+    return len(data) == tensor.nbytes and not any(map(any, numbers)) and not signs.strip(b"\x00\x80")

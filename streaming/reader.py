@@ -92,7 +92,7 @@ class _Records:
 
     def take(self) -> list[Completion]:
         data = self._rest
-        while chunk := self._chunk():
+        while chunk := self._chunk(found=len(data) // reading.RECORD.size):
             data += chunk
         whole = len(data) - len(data) % reading.RECORD.size
         self._rest = data[whole:]
@@ -100,12 +100,12 @@ class _Records:
         self._seen += len(found)
         return found
 
-    def _chunk(self) -> bytes:
+    def _chunk(self, *, found: int) -> bytes:
         try:
             chunk = os.read(self.descriptor, 1 << 16)
         except BlockingIOError:
             return b""
-        if not chunk and self._seen < self._total:
+        if not chunk and not found and self._seen < self._total:
             raise WorkerError(f"the reader ended after {self._seen} of {self._total} pieces")
         return chunk
 
@@ -154,6 +154,8 @@ class ProcessReader:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=inherited, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
+            _close_all(list(self._shared.values()))
+            self._memory.clear()
             raise WorkerError(f"the reader process could not be started: {error}") from error
         finally:
             job = self._job(files, threads)
@@ -237,7 +239,8 @@ class ThreadReader:
             thread.start()
 
     def _report(self, record: bytes) -> None:
-        os.write(self._pipe, record)
+        with contextlib.suppress(OSError):  # closed meanwhile: nobody asks any more
+            os.write(self._pipe, record)
 
     @property
     def pid(self) -> int | None:

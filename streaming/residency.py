@@ -33,8 +33,10 @@ class Residency:
         self._states = dict.fromkeys(layers, LayerState.EMPTY)
         self._stages = dict.fromkeys(layers, "read")
         self._unready = len(layers)
+        self._finished = False
+        self.first_ready_s: float | None = None  # when the first layer became ready, on the monotonic clock
         self._events: dict[str, Any] = {}
-        self._rows: dict[str, int] = {}
+        self._rows: dict[tuple[str, str], int] = {}
         self._leases = dict.fromkeys(layers, 0)
         self._error: BaseException | None = None
         self._changed = threading.Condition()
@@ -54,10 +56,10 @@ class Residency:
             self._stages[layer] = stage
             self._changed.notify_all()
 
-    def publish_rows(self, param: str, rows: int) -> None:
-        """The first `rows` rows of a parameter are in their place and may be used."""
+    def publish_rows(self, layer: str, param: str, rows: int) -> None:
+        """The first `rows` rows of one of the layer's parameters are in their place and may be used."""
         with self._changed:
-            self._rows[param] = rows
+            self._rows[layer, param] = rows
             self._changed.notify_all()
 
     def publish(self, layer: str, *, event: Any = None) -> None:
@@ -71,7 +73,14 @@ class Residency:
         with self._changed:
             if self._leases[layer]:
                 raise RuntimeError(f"layer {layer} is in use and cannot be evicted")
+            self._rows = {key: rows for key, rows in self._rows.items() if key[0] != layer}
         self._set(layer, LayerState.EMPTY)
+
+    def finish(self) -> None:
+        """Nothing is left to do for the load, its last checks included."""
+        with self._changed:
+            self._finished = True
+            self._changed.notify_all()
 
     def close(self, error: BaseException) -> None:
         """Wake whoever waits with `error`; the first one stays."""
@@ -86,6 +95,8 @@ class Residency:
             if (self._states[layer] is LayerState.READY) != (state is LayerState.READY):
                 self._unready += -1 if state is LayerState.READY else 1
             self._states[layer] = state
+            if state is LayerState.READY and self.first_ready_s is None:
+                self.first_ready_s = time.monotonic()
             callbacks = list(self._callbacks)
             self._changed.notify_all()
         for callback in callbacks:
@@ -111,7 +122,7 @@ class Residency:
 
     def lease_rows(self, layer: str, param: str, rows: int, *, stop: Callable[[], None]) -> None:
         """Wait until the first `rows` rows of a parameter are there; they stay until the layer is evicted."""
-        self._await(layer, lambda: self._rows.get(param, 0) >= rows or self.is_ready(layer), stop)
+        self._await(layer, lambda: self._rows.get((layer, param), 0) >= rows or self.is_ready(layer), stop)
 
     def wake(self) -> None:
         """Make every waiting thread look again (at its own reason to stop)."""
@@ -165,9 +176,16 @@ class Residency:
 
     def wait(self, layer: str, timeout: float | None = None) -> bool:
         """Block until the layer is ready: True, or False after `timeout` seconds. Raises what ended the load."""
+        return self._wait(lambda: self._states[layer] is LayerState.READY, layer, timeout)
+
+    def wait_finished(self, timeout: float | None = None) -> bool:
+        """Block until the whole load is over: True, or False after `timeout` seconds. Raises what ended the load."""
+        return self._wait(lambda: self._finished, "head", timeout)
+
+    def _wait(self, done: Callable[[], bool], layer: str, timeout: float | None) -> bool:
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
-            while self._states[layer] is not LayerState.READY:
+            while not done():
                 self._raise_if_closed(layer)
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:

@@ -54,9 +54,14 @@ class ModelRunner:
         self.layers = [f"layers.{index}" for index in range(len(self.model.layers))]
         self._table_layer = "embed" if "embed" in self.residency.states() else "head"
 
-    def forward(self, batch: Batch, rows: Sequence[int], *, stop: Callable[[], None]) -> torch.Tensor:
-        """float32 logits [len(rows), vocab] of the batch's tokens `rows`; `stop` raises to cancel, between matmuls."""
-        context = StepContext(kernels=self.kernels, check=stop, await_rows=lambda p, n: self._await_rows(p, n, stop))
+    def forward(
+        self, batch: Batch, rows: Sequence[int], *, stop: Callable[[], None], packed: bool = False
+    ) -> torch.Tensor:
+        """float32 logits [len(rows), vocab] of the batch's tokens `rows`; `stop` raises to cancel, between matmuls.
+
+        `packed`: use the layers' packed copies (see streaming.packing).
+        """
+        context = StepContext(self.kernels, packed, stop, lambda p, n: self._await_rows(p, n, stop))
         self._set_threads()
         hidden = self._embed(batch, context)
         rope = self.model.rope(batch)

@@ -12,22 +12,25 @@ _UNITS = {
     "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 }  # fmt: skip
+_LONGEST = 24  # digits
 
 
 def parse_size(text: str | int, *, option: str) -> int:
     """Bytes of "12GiB", "1.5g", "800MB" or a plain number; an OptionError names the option otherwise."""
-    if isinstance(text, bool):
+    value = text if isinstance(text, int) and not isinstance(text, bool) else _parsed(text)
+    if value is None:
         raise OptionError(f"{option} {text!r}: a size such as 512MiB or 12GiB is needed")
-    if isinstance(text, int):
-        value: float = text
-    else:
-        found = re.fullmatch(r"\s*([0-9_]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
-        if not found or found[2].lower() not in _UNITS:
-            raise OptionError(f"{option} {text!r}: a size such as 512MiB or 12GiB is needed")
-        value = float(found[1].replace("_", "")) * _UNITS[found[2].lower()]
-    if value <= 0:
+    if value < 1:
         raise OptionError(f"{option} {text!r}: must be more than 0 bytes")
-    return int(value)
+    return value
+
+
+def _parsed(text: object) -> int | None:
+    """Bytes of a size in words; None for what is none, or is beyond any machine's."""
+    found = re.fullmatch(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text) if isinstance(text, str) else None
+    if not found or found[2].lower() not in _UNITS or len(found[1]) > _LONGEST:
+        return None
+    return int(float(found[1].replace("_", "")) * _UNITS[found[2].lower()])
 
 
 def format_size(nbytes: float) -> str:

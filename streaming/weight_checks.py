@@ -32,14 +32,17 @@ class WeightChecks:
         if self._rows[name] >= item.tensor.shape[0]:
             self._whole.append((item, name))
 
-    def judge(self) -> Iterator[str]:
-        """New faults of tensors that are whole by now, one line each. Waits for the device that holds the numbers."""
+    def judge(self) -> Iterator[tuple[LoadItem, str]]:
+        """New faults of tensors that are whole by now: an item of the tensor, and a line for people.
+
+        Waits for the device that holds the numbers.
+        """
         while self._whole:
-            item, name = self._whole.pop()
+            item, name = self._whole.pop(0)
             if fault := fault_of(torch.stack(self._parts.pop(name)).double()):
                 line = f"{name} in {item.tensor.file.name} {fault}"
                 self.faults.append(line)
-                yield line
+                yield item, line
 
 
 def fault_of(extremes: torch.Tensor) -> str | None:

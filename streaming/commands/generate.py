@@ -60,7 +60,10 @@ def given_prompts(options: argparse.Namespace) -> list[Prompt]:
     """The prompts of the command line. Raises OptionError when there is none, or ids with --chat."""
     prompts: list[Prompt] = list(options.prompt or [])
     if options.prompt_file is not None:
-        prompts.append(options.prompt_file.read_text(encoding="utf-8"))
+        try:
+            prompts.append(options.prompt_file.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise OptionError(f"--prompt-file {options.prompt_file}: is not UTF-8 text ({error.reason})") from error
     prompts += [cli.parse_ids(text) for text in options.ids or []]
     if not prompts:
         raise OptionError("generate needs --prompt TEXT, --prompt-file FILE or --ids 1,2,3")

@@ -42,7 +42,7 @@ def plan_dict(prepared: Prepared, rates: list[int]) -> dict[str, object]:
         "bytes_kept": plan.kept_nbytes,
         "peak": {
             "weights": budget.kept_nbytes, "window": budget.window_nbytes, "conversion": budget.convert_nbytes,
-            "kv_cache": budget.cache_nbytes, "total": budget.peak_nbytes,
+            "kv_cache": budget.cache_nbytes, "packed": budget.packed_nbytes, "total": budget.peak_nbytes,
         },
         "limit_bytes": budget.limit_nbytes,
         "dropped": dict(plan.dropped),
@@ -69,7 +69,8 @@ def plan_lines(prepared: Prepared, rates: list[int]) -> list[str]:
     peak = (
         f"peak {format_size(budget.peak_nbytes)}: weights {format_size(budget.kept_nbytes)}, window "
         f"{format_size(budget.window_nbytes)}, conversion {format_size(budget.convert_nbytes)}, KV cache "
-        f"{format_size(budget.cache_nbytes)}; limit "
+        f"{format_size(budget.cache_nbytes)}"
+        f"{f', packed copies {format_size(budget.packed_nbytes)}' if budget.packed_nbytes else ''}; limit "
         f"{format_size(budget.limit_nbytes) if budget.limit_nbytes else 'none'}"
     )
     times = ", ".join(f"{plan.read_nbytes / rate:.2f} s at {format_size(rate)}/s" for rate in rates)

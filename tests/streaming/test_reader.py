@@ -184,8 +184,7 @@ def test_a_file_that_shrank_after_the_plan_is_a_short_read(open_with: Callable[[
         errors: dict[int, int | str | None] = {}
         while "short" not in errors.values():
             errors |= {completion.piece: completion.error for completion in take(reader, 1)}
-    assert errors[2] == "short" or errors[3] == "short"
-    assert {errors.get(0), errors.get(1)} <= {None}
+    assert {piece for piece, error in errors.items() if error is not None} <= {2, 3}  # bytes 512 to 768, and behind
 
 
 @each_reader
@@ -353,7 +352,7 @@ def test_the_process_ends_when_its_parent_is_killed(file: Path) -> None:
 
 def test_the_process_says_nothing_when_nobody_listens_any_more(file: Path) -> None:
     """Its parent may close the pipe of completions while a record is being written."""
-    job = {"descriptors": [0], "regions": [[-1, 0], [-1, 0]], "pieces": [[0] * 6] * 3, "threads": 2}
+    job = {"descriptors": [0], "regions": [-1, -1], "pieces": [[0] * 6] * 3, "threads": 2}
     receive, send = os.pipe()
     command = [sys.executable, "-I", "-S", reading.__file__]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=send, stderr=subprocess.PIPE) as process:

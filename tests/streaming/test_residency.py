@@ -139,14 +139,14 @@ def test_a_lease_ends_when_its_block_fails(table: Residency) -> None:
 
 def test_rows_can_be_used_before_their_layer_is_ready(table: Residency) -> None:
     stop = Stop()
-    table.publish_rows("lm_head.weight", 10)
+    table.publish_rows("head", "lm_head.weight", 10)
     table.lease_rows("head", "lm_head.weight", 10, stop=stop)  # does not wait
     waiting = in_background(lambda: table.lease_rows("head", "lm_head.weight", 11, stop=stop))
     stop.await_call()
-    table.publish_rows("model.norm.weight", 64)
+    table.publish_rows("head", "model.norm.weight", 64)
     stop.await_call()
     assert not waiting.done()
-    table.publish_rows("lm_head.weight", 20)
+    table.publish_rows("head", "lm_head.weight", 20)
     waiting.result(SOON_S)
 
 
@@ -159,7 +159,7 @@ def test_all_rows_are_there_once_the_layer_is(table: Residency) -> None:
 
 
 def test_rows_of_an_evicted_layer_are_gone(table: Residency) -> None:
-    table.publish_rows("lm_head.weight", 10)
+    table.publish_rows("head", "lm_head.weight", 10)
     table.publish("head")
     table.evict("head")
     stop = Stop()
@@ -277,7 +277,7 @@ def test_being_woken_for_nothing_does_not_cut_a_stall_in_pieces(clock: Clock) ->
     stop.await_call()
     for at_s in (101.0, 102.0):
         clock.now_s = at_s
-        table.publish("layers.0")
+        table.wake()
         stop.await_call()
     clock.now_s = 103.0
     table.publish("head")

@@ -1,0 +1,112 @@
+"""Products on a CPU, each cut into panels: straight on the stored weight, by torch's int8 product, or strip by strip.
+
+T rows of activations, O output rows, I input features. rows [T, I] is contiguous; results are [T, O]. Sums are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from quant.panel_bounds import ROW_MULTIPLE, panel_bounds, strip_bounds
+from quant.panels import Panel, RunPanels, Workspace
+
+# Writes the numbers of weight rows [start, stop) into a strip buffer [stop - start, I].
+Expand = Callable[[int, int, torch.Tensor, Workspace], None]
+
+
+def straight(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, run: RunPanels) -> torch.Tensor:
+    """rows and weight [O, I] of one dtype, as the library multiplies them."""
+    out = rows.new_empty(rows.shape[0], weight.shape[0])
+
+    def panel(start: int, stop: int) -> Panel:
+        def compute(workspace: Workspace) -> None:
+            part = None if bias is None else bias[start:stop]
+            out[:, start:stop] = F.linear(rows, weight[start:stop], part)
+
+        return compute
+
+    run([panel(start, stop) for start, stop in panel_bounds(weight.shape[0], weight[0].nbytes)])
+    return out
+
+
+def one_row(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, run: RunPanels) -> torch.Tensor:
+    """The same for a single row: a dot product for each output, up to twice as fast as the general product."""
+    out = rows.new_empty(1, weight.shape[0])
+    row, sums = rows[0], out[0]
+
+    def panel(start: int, stop: int) -> Panel:
+        def compute(workspace: Workspace) -> None:
+            torch.mv(weight[start:stop], row, out=sums[start:stop])
+
+        return compute
+
+    run([panel(start, stop) for start, stop in panel_bounds(weight.shape[0], weight[0].nbytes)])
+    return out if bias is None else out.add_(bias)
+
+
+# Of input features: torch's int8 product reads past the end of rows whose length is no multiple of it.
+INT8_MULTIPLE = 16
+
+
+def int8_rows(
+    rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, run: RunPanels
+) -> torch.Tensor:
+    """rows bfloat16, weight int8 [O, I] with I a multiple of 16, scale float32 [O].
+
+    The operator would take the scales, but only in bfloat16: eight bits of a scale are too few, so it gets ones, and
+    scale and bias are applied to its (rounded) sums in float32.
+    """
+    out = rows.new_empty(rows.shape[0], weight.shape[0])
+    ones = rows.new_ones(weight.shape[0])
+
+    def panel(start: int, stop: int) -> Panel:
+        def compute(workspace: Workspace) -> None:
+            sums = torch._weight_int8pack_mm(rows, weight[start:stop], ones[start:stop])
+            out[:, start:stop] = scaled(sums, scale, bias, start, stop)
+
+        return compute
+
+    run([panel(start, stop) for start, stop in panel_bounds(weight.shape[0], weight[0].nbytes)])
+    return out
+
+
+def stripwise(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    expand: Expand,
+    scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    dtype: torch.dtype,
+    run: RunPanels,
+    multiple: int = ROW_MULTIPLE,
+) -> torch.Tensor:
+    """Panels expanded strip by strip into `dtype` and multiplied there; scale [O] and bias are applied in float32."""
+    out = rows.new_empty(rows.shape[0], weight.shape[0])
+    wide, columns = rows.to(dtype), weight.shape[1]
+
+    def panel(start: int, stop: int) -> Panel:
+        def compute(workspace: Workspace) -> None:
+            for first, last in strip_bounds(start, stop, row_nbytes=columns * dtype.itemsize):
+                strip = workspace.take("strip", (last - first, columns), dtype)
+                expand(first, last, strip, workspace)
+                out[:, first:last] = scaled(F.linear(wide, strip), scale, bias, first, last)
+
+        return compute
+
+    run([panel(start, stop) for start, stop in panel_bounds(weight.shape[0], weight[0].nbytes, multiple=multiple)])
+    return out
+
+
+def scaled(
+    sums: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, start: int, stop: int
+) -> torch.Tensor:
+    """The sums of output rows [start, stop) times their scales plus their biases, in float32."""
+    if scale is not None:
+        sums = sums.float().mul_(scale[start:stop])  # a copy, or the product's own memory
+    if bias is not None:
+        sums = sums.float().add_(bias[start:stop])
+    return sums

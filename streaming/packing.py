@@ -1,0 +1,36 @@
+"""`--kernels fast`: packed copies of the weights, made in the forward thread behind the first step of a generation.
+
+Packing is too slow to lie on a weight's way in (0.1 to 0.3 GB/s a thread), so the first token comes from the weights as
+they are stored. From the second on the packed copies are used, whatever the load was doing meanwhile: which step uses
+what is fixed beforehand, so a run can be repeated. The stored weights stay, since products of more rows read them; the
+budget counts both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from layers.linear import Linear
+from quant.packed import pack
+from streaming.runner import ModelRunner
+
+
+def pack_layers(runner: ModelRunner, *, stop: Callable[[], None]) -> int:
+    """Give every linear layer of the decoder its packed copy, where its scheme has one and it has none yet.
+
+    Waits for each layer to be ready. `stop` raises to cancel, between weights. Returns the bytes of all copies.
+    """
+    nbytes = 0
+    for name, layer in zip(runner.layers, runner.model.layers, strict=True):
+        with runner.residency.lease(name, stop=stop), runner.tracer.span("post-process", f"pack {name}", layer=name):
+            for module in layer.modules():
+                if isinstance(module, Linear):
+                    stop()
+                    nbytes += _pack(module, runner)
+    return nbytes
+
+
+def _pack(module: Linear, runner: ModelRunner) -> int:
+    if module.packed is None:
+        module.packed = pack(module.scheme, module.stored(), module.sections, kernels=runner.kernels)
+    return 0 if module.packed is None else module.packed.nbytes
