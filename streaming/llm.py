@@ -92,17 +92,13 @@ async def open_llm(
 
     tracer, clock = Tracer(), RunClock(start_s=time.monotonic())
     prepared = await anyio.to_thread.run_sync(prepare, str(model), LoadOptions(**options))
-    reader = reader_of(prepared)
-    try:
+    with closing(reader_of(prepared)) as reader, closing(ModelText(prepared.checkpoint)) as text:
         clock.once("load_begin_s")
-        text = ModelText(prepared.checkpoint)
         await anyio.to_thread.run_sync(bring_torch, tracer, clock)
         from streaming.model import run_model
 
         async with run_model(prepared, reader, tracer=tracer, clock=clock, hooks=hooks) as streamed:
             yield AsyncLLM(streamed, text)
-    finally:
-        reader.close()
 
 
 class LLM:
@@ -139,7 +135,7 @@ class LLM:
         reader = stack.enter_context(closing(start_reader(self.prepared)))
         try:
             self.clock.once("load_begin_s")
-            self._text = ModelText(prepared.checkpoint)
+            self._text = stack.enter_context(closing(ModelText(prepared.checkpoint)))
             bring_torch(self.tracer, self.clock, whole=whole_torch)
             self._model = self._start(stack, reader, hooks)
         except BaseException:

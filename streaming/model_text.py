@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,9 +26,21 @@ class ModelText:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        pool = ThreadPoolExecutor(1, thread_name_prefix="firstlayer-tokenizer")
-        self._opened: Future[Tokenizer] = pool.submit(open_tokenizer, checkpoint)
-        pool.shutdown(wait=False)
+        self._opened: Future[Tokenizer] = Future()
+        # A daemon, not an executor's thread: when the main thread is interrupted inside an import, the import lock can
+        # stay taken, and a thread that waits for it would keep the process from ending.
+        self._thread = threading.Thread(target=self._open, name="firstlayer-tokenizer", daemon=True)
+        self._thread.start()
+
+    def _open(self) -> None:
+        try:
+            self._opened.set_result(open_tokenizer(self._checkpoint))
+        except BaseException as error:
+            self._opened.set_exception(error)
+
+    def close(self) -> None:
+        """Wait for the tokenizer's thread, for a moment."""
+        self._thread.join(timeout=0.5)
 
     @property
     def tokenizer(self) -> Tokenizer:

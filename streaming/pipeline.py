@@ -101,8 +101,6 @@ class Pipeline:
         for piece in pieces:
             missing[piece.item] += 1
         following = 0
-        for layer in self.plan.layers[:1]:
-            self.residency.reserve(layer.name)
         async with send:
             while following < len(items):
                 while following < len(items) and missing[following] == 0:
@@ -131,7 +129,10 @@ class Pipeline:
     async def _slice(self, receive: ObjectReceiveStream[LoadItem], send: ObjectSendStream[_Work]) -> None:
         async with receive, send:
             async for item in receive:
-                self.residency.reserve(item.layer)
+                try:
+                    self.residency.reserve(item.layer)
+                except Exception as error:  # a callback's
+                    raise _failure(item, "slice", error) from error
                 self.residency.mark(item.layer, "slice")
                 await send.send(await self._worker(item, "slice", self._slice_now))
 
