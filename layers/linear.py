@@ -39,8 +39,10 @@ class Linear(nn.Module):
         """x [T, I] -> [T, O], all sections side by side."""
         ctx.check()
         bias = self.get_parameter("bias") if self._has_bias else None
-        if ctx.packed and self.packed is not None and self.packed.takes(x):
-            return self.packed.linear(x, bias, kernels=ctx.kernels)
+        if ctx.packed and self.packed is not None:
+            out = self.packed.linear(x, bias, kernels=ctx.kernels)
+            if out is not None:
+                return out
         return self.scheme.linear(x, self.stored(), self.sections, bias, kernels=ctx.kernels)
 
 

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from quant.int8 import Int8PerChannel
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from quant.kernels import Kernels
     from quant.panels import Panel, Workspace
 
-# What FBGEMM was seen to take for a panel: columns and rows padded to such multiples, a scale, a zero point and an offset
-# for each row, and what the allocator rounds up.
+# What FBGEMM was seen to take for a panel: columns and rows padded to such multiples, a scale, a zero point and an
+# offset for each row, and what the allocator rounds up.
 _K_MULTIPLE, _N_MULTIPLE, _ROW_NBYTES, _PANEL_NBYTES = 128, 32, 32, 1 << 16
 
 
@@ -49,27 +50,30 @@ class PackedLinear:
         """Bytes that the copy takes at the most."""
         return sum(_panel_nbytes(stop - start, self.shape[1]) for start, stop, _ in self.panels)
 
-    def takes(self, x: torch.Tensor) -> bool:
-        """Whether `linear` can be used for x [..., I]: one row of finite numbers."""
-        return x.numel() == self.shape[1] and bool(x.isfinite().all())
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None, *, kernels: Kernels) -> torch.Tensor | None:
+        """x [..., I] -> [..., O] in x's dtype, or None where x is not one row of finite numbers (nor of a finite sum).
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None, *, kernels: Kernels) -> torch.Tensor:
-        """x [..., I] of one row -> [..., O] in x's dtype. The bits do not depend on threads: the sums are integers."""
+        The bits do not depend on threads: the sums are integers.
+        """
+        if x.numel() != self.shape[1]:
+            return None
+        row = x.reshape(1, self.shape[1]).float()
+        if not isfinite(row.sum()):  # the operator refuses what has no largest or no smallest number
+            return None
+        out = x.new_empty(1, self.shape[0])
+        kernels.run([self._panel(row, bias, out, *each) for each in self.panels])
+        return out.view(*x.shape[:-1], self.shape[0])
+
+    def _panel(
+        self, row: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, start: int, stop: int, packed: Any
+    ) -> Panel:
         import torch
 
-        row = x.reshape(1, self.shape[1]).float()
-        sums = torch.empty(1, self.shape[0])
+        def compute(workspace: Workspace) -> None:
+            sums = torch.ops.quantized.linear_dynamic(row, packed, self.reduce_range)
+            out[:, start:stop] = sums if bias is None else sums + bias[start:stop]
 
-        def panel(start: int, stop: int, packed: Any) -> Panel:
-            def compute(workspace: Workspace) -> None:
-                sums[:, start:stop] = torch.ops.quantized.linear_dynamic(row, packed, self.reduce_range)
-
-            return compute
-
-        kernels.run([panel(*each) for each in self.panels])
-        if bias is not None:
-            sums += bias
-        return sums.to(x.dtype).view(*x.shape[:-1], self.shape[0])
+        return compute
 
 
 def packed_nbytes(scheme: Scheme, sections: tuple[int, ...], in_features: int) -> int:

@@ -28,7 +28,7 @@ def straight(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
         return compute
 
-    run([panel(start, stop) for start, stop in panel_bounds(weight.shape[0], weight[0].nbytes)])
+    run([panel(start, stop) for start, stop in panel_bounds(weight.shape[0], _row_nbytes(weight))])
     return out
 
 
@@ -43,7 +43,7 @@ def one_row(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
         return compute
 
-    run([panel(start, stop) for start, stop in panel_bounds(weight.shape[0], weight[0].nbytes)])
+    run([panel(start, stop) for start, stop in panel_bounds(weight.shape[0], _row_nbytes(weight))])
     return out if bias is None else out.add_(bias)
 
 
@@ -69,7 +69,7 @@ def int8_rows(
 
         return compute
 
-    run([panel(start, stop) for start, stop in panel_bounds(weight.shape[0], weight[0].nbytes)])
+    run([panel(start, stop) for start, stop in panel_bounds(weight.shape[0], _row_nbytes(weight))])
     return out
 
 
@@ -97,7 +97,7 @@ def stripwise(
 
         return compute
 
-    run([panel(start, stop) for start, stop in panel_bounds(weight.shape[0], weight[0].nbytes, multiple=multiple)])
+    run([panel(start, stop) for start, stop in panel_bounds(weight.shape[0], _row_nbytes(weight), multiple=multiple)])
     return out
 
 
@@ -110,3 +110,7 @@ def scaled(
     if bias is not None:
         sums = sums.float().add_(bias[start:stop])
     return sums
+
+
+def _row_nbytes(weight: torch.Tensor) -> int:
+    return weight.shape[1] * weight.element_size()

@@ -66,6 +66,10 @@ class Device(Protocol):
         """Make the compute stream wait for the moment; the host goes on."""
         ...
 
+    def discard(self, param: str) -> None:
+        """Give the memory of a parameter back that nothing reads any more."""
+        ...
+
     def close(self) -> None:
         """Let go of page-locked memory; tensors go with their last user."""
         ...
@@ -93,6 +97,7 @@ class CpuDevice:
         self._reader_plan = reader.read_plan
         final, window = reader.memory(Region.FINAL), reader.memory(Region.WINDOW)
         self._window = None if window is None else torch.frombuffer(window, dtype=torch.uint8)
+        self._final = final
         self.stored = _views_of_final(plan, reader.read_plan, final)
         rest = [param for param in _params(plan) if param.name not in self.stored]
         self.stored.update(arena_tensors({param.name: param.storage() for param in rest}))
@@ -115,9 +120,27 @@ class CpuDevice:
     def order_after(self, moment: Any) -> None:
         """Nothing to order."""
 
+    def discard(self, param: str) -> None:
+        tensors = self.stored.pop(param)
+        if self._final is None:
+            return
+        for name, tensor in tensors.items():
+            offset = self._reader_plan.final_offsets.get((param, name))
+            if offset is not None:
+                _punch(self._final, offset, tensor.nbytes)
+
     def close(self) -> None:
-        self._window = None
+        self._window = self._final = None
         self.stored = {}
+
+
+def _punch(memory: mmap.mmap, offset: int, nbytes: int) -> None:
+    """Give the whole pages of a run of shared memory back to the system; it reads as zeros afterwards."""
+    start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if stop > start and hasattr(mmap, "MADV_REMOVE"):
+        with contextlib.suppress(OSError):  # memory that is not shared by a descriptor cannot be punched
+            memory.madvise(mmap.MADV_REMOVE, start, stop - start)
 
 
 def _staged(window: torch.Tensor | None, read_plan: ReadPlan, item: LoadItem) -> torch.Tensor:
@@ -268,6 +291,9 @@ class CudaDevice:
     def order_after(self, moment: Any) -> None:
         if moment is not None:
             torch.cuda.current_stream(self.torch_device).wait_event(moment)
+
+    def discard(self, param: str) -> None:
+        del self.stored[param]  # its last reader is the forward pass, in whose order the memory is used again
 
     def close(self) -> None:
         self._stream.synchronize()

@@ -341,7 +341,7 @@ async def _load(pipeline: Pipeline, streamed: StreamedModel, device: Device) -> 
     try:
         await pipeline.run()
         if streamed.prepared.retie:
-            await anyio.to_thread.run_sync(_compare_tied, device, pipeline.hooks.warn)
+            await anyio.to_thread.run_sync(_compare_tied, streamed, device, pipeline.hooks.warn)
         streamed.clock.once("load_end_s")
         streamed.tracer.mark("first layer ready", at_s=streamed.residency.first_ready_s)
         streamed.tracer.mark("load done", at_s=streamed.clock.load_end_s)
@@ -350,8 +350,11 @@ async def _load(pipeline: Pipeline, streamed: StreamedModel, device: Device) -> 
         streamed.load_error = error
 
 
-def _compare_tied(device: Device, warn: Callable[[str], None]) -> None:
-    """The config ties embedding and head, but both are on disk: the head on disk serves, and the user is told."""
+def _compare_tied(streamed: StreamedModel, device: Device, warn: Callable[[str], None]) -> None:
+    """The config ties embedding and head, but both are on disk: equal ones become one again, different ones both stay.
+
+    A step that is running may still read the head's own copy, so its memory is given back between two steps.
+    """
     table, head = device.stored["model.embed_tokens.weight"]["weight"], device.stored["lm_head.weight"]
     if set(head) != {"weight"}:
         return
@@ -359,7 +362,8 @@ def _compare_tied(device: Device, warn: Callable[[str], None]) -> None:
         pairs = zip(table.split(8192), head["weight"].split(8192), strict=True)
         equal = all(torch.equal(one, other) for one, other in pairs)
     if equal:
-        logger.info("embedding and head are equal")
+        streamed.runner.model.assign("lm_head.weight", table)
+        streamed.submit_call(lambda runner, stop: device.discard("lm_head.weight"))
         return
     warn("the config ties embedding and head, but lm_head.weight on disk differs from it: the one on disk is used")
 

@@ -65,6 +65,7 @@ def test_the_product_is_that_of_rounded_activations(vnni: bool, rows: int, colum
     x = torch.randn(1, 1, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
     bias = torch.randn(rows, generator=torch.Generator().manual_seed(2)).to(dtype)
     found = _packed(stored, kernels).linear(x, bias, kernels=kernels)
+    assert found is not None
     expected = _literal(x.flatten().float(), stored, levels=255 if vnni else 127) + bias.double()
     assert (found.shape, found.dtype) == ((1, 1, rows), dtype)
     # A number halfway between two steps may go to either, which moves a sum by one step of x times one code.
@@ -76,20 +77,24 @@ def test_the_product_is_that_of_rounded_activations(vnni: bool, rows: int, colum
 def test_the_bits_do_not_depend_on_threads(kernels: Kernels, three_threads: Kernels) -> None:
     stored, x = _stored(1100, 1008), torch.randn(1, 1008)
     first = _packed(stored, kernels).linear(x, None, kernels=kernels)
+    second = _packed(stored, three_threads).linear(x, None, kernels=three_threads)
     assert len(_packed(stored, kernels).panels) > 1
-    assert torch.equal(first, _packed(stored, three_threads).linear(x, None, kernels=three_threads))
+    assert first is not None
+    assert second is not None
+    assert torch.equal(first, second)
 
 
 def test_only_one_finite_row_is_taken(kernels: Kernels) -> None:
     packed = _packed(_stored(8, 16), kernels)
-    assert packed.takes(torch.ones(1, 16))
-    assert not packed.takes(torch.ones(2, 16))
-    assert not packed.takes(torch.full((1, 16), torch.nan))
-    assert not packed.takes(torch.full((1, 16), torch.inf))
+    assert packed.linear(torch.ones(1, 16), None, kernels=kernels) is not None
+    for wrong in (torch.ones(2, 16), torch.full((1, 16), torch.nan), torch.full((1, 16), torch.inf)):
+        assert packed.linear(wrong, None, kernels=kernels) is None
 
 
 def test_a_row_of_zeros(kernels: Kernels) -> None:
-    assert not _packed(_stored(40, 16), kernels).linear(torch.zeros(1, 16), None, kernels=kernels).any()
+    found = _packed(_stored(40, 16), kernels).linear(torch.zeros(1, 16), None, kernels=kernels)
+    assert found is not None
+    assert not found.any()
 
 
 @pytest.mark.parametrize("name", scheme_names())

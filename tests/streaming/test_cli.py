@@ -426,11 +426,15 @@ def test_ctrl_c_while_loading_ends_with_one_line_and_no_child(moment: str, four_
     assert (out, err.splitlines()) == ("", ["firstlayer generate: error: interrupted"])
 
 
-SWALLOWS = """
-import signal, sys
+INTERRUPTED = """
+import os, signal, sys
 import streaming.llm
 from streaming.cli import run
-
+%s
+sys.exit(run(sys.argv[1:]))
+"""
+UNKIND_MOMENTS = {
+    "in a destructor while torch is imported": """
 class Destroyed:
     def __del__(self):
         signal.raise_signal(signal.SIGINT)
@@ -442,14 +446,25 @@ def interrupted(*arguments, **keywords):
     import_torch(*arguments, **keywords)
 
 streaming.llm.import_torch = interrupted
-sys.exit(run(sys.argv[1:]))
-"""
+""",
+    "while another thread builds the shell": """
+import streaming.model
+build_shell = streaming.model.build_shell
+
+def interrupted(*arguments):
+    os.kill(os.getpid(), signal.SIGINT)
+    return build_shell(*arguments)
+
+streaming.model.build_shell = interrupted
+""",
+}
 
 
-def test_ctrl_c_that_python_swallows_while_it_imports_ends_the_run_all_the_same(four_layers: Path) -> None:
-    """The import of torch runs destructors and callbacks, whose exceptions are thrown away, this one too."""
-    command = [sys.executable, "-c", SWALLOWS, "generate", str(four_layers), "--ids", IDS]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SOON_S, check=False)
+@pytest.mark.parametrize("moment", UNKIND_MOMENTS)
+def test_ctrl_c_at_an_unkind_moment_ends_the_run_all_the_same(moment: str, four_layers: Path) -> None:
+    """Imports throw away what destructors and callbacks raise; a model half open must not keep the process alive."""
+    command = [sys.executable, "-c", INTERRUPTED % UNKIND_MOMENTS[moment], "generate", str(four_layers), "--ids", IDS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines()[-1] == "firstlayer generate: error: interrupted"
     assert "Traceback" not in done.stderr

@@ -1,0 +1,52 @@
+"""A config that ties embedding and head, and a checkpoint that holds both: equal copies become one, and memory comes back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from examples.write_tiny_model import TinyModel
+from streaming import LLM, Hooks, SamplingParams
+from streaming.reader import ProcessReader
+
+
+@pytest.fixture
+def twice(tiny_folder: Callable[[TinyModel], Path], tmp_path: Path) -> Path:
+    """Both matrices on disk, equal, large enough to span pages."""
+    model = TinyModel(layers=1, files=1, vocab_size=4096)
+    folder = Path(shutil.copytree(tiny_folder(model), tmp_path / "twice"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    return folder
+
+
+def test_equal_matrices_become_one_and_the_memory_of_the_other_is_given_back(
+    twice: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: list[ProcessReader] = []
+
+    def open_and_keep(prepared: object) -> ProcessReader:
+        readers.append(ProcessReader(prepared.read_plan))  # type: ignore[attr-defined]
+        return readers[0]
+
+    monkeypatch.setattr("streaming.llm.start_reader", open_and_keep)
+    told: list[str] = []
+    ids, params = [5, 9, 2], SamplingParams(max_tokens=4, ignore_eos=True)
+    with LLM(twice, hooks=Hooks(warn=told.append)) as llm:
+        first = llm.complete([ids], params)[0].token_ids
+        llm.wait_loaded()
+        again = llm.complete([ids], params)[0].token_ids  # behind the step in which the memory is given back
+        table, head = llm.shell.get_parameter("model.embed_tokens.weight"), llm.shell.get_parameter("lm_head.weight")
+        assert table.data_ptr() == head.data_ptr()
+        kept = llm.stats().bytes_kept
+        assert readers[0].shared_nbytes <= kept - head.nbytes + (1 << 16)  # but for pages shared with neighbours
+    assert first == again
+    assert told == []
