@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quant.float8_codec import scale_of
+from quant.float8_codec import scale_of, widened
 from quant.panels import Workspace
 
 BLOCK = 128
@@ -16,10 +16,8 @@ def encode_blocks(weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) 
     for index in range(scale.shape[0]):
         rows = slice(index * BLOCK, min((index + 1) * BLOCK, weight.shape[0]))
         part = weight[rows]
-        wide = workspace.take("blocks", tuple(part.shape), torch.float32) if part.device.type == "cpu" else part.float()
-        wide.copy_(part)
         scale[index].copy_(scale_of(block_row_amax(part, workspace)))
-        out[rows].copy_(divide_blocks(wide, scale[index]))
+        out[rows].copy_(divide_blocks(widened(part, workspace), scale[index]))
 
 
 def block_row_amax(part: torch.Tensor, workspace: Workspace) -> torch.Tensor:
@@ -34,7 +32,9 @@ def block_row_amax(part: torch.Tensor, workspace: Workspace) -> torch.Tensor:
         bits = workspace.take("block amax", tuple(part.shape), integer)
         torch.bitwise_and(part.view(integer), (1 << (8 * part.element_size() - 1)) - 1, out=bits)
         columns = bits.amax(0).view(part.dtype).float()
-    return torch.stack([block.amax() for block in columns.split(BLOCK)])
+    whole = columns.shape[0] // BLOCK * BLOCK
+    blocks = [columns[:whole].view(-1, BLOCK).amax(1)] if whole else []
+    return torch.cat([*blocks, columns[whole:].amax().view(1)] if whole < columns.shape[0] else blocks)
 
 
 def divide_blocks(wide: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from quant.panel_bounds import STRIP_NBYTES
 from quant.panels import Workspace
 
 LARGEST = 448.0
+DEVICE_STRIP_NBYTES = 16 << 20  # of float32: launches are few, and little is held beside the result
 EXPANDED = 256.0  # a byte's bits, moved into a float16, stand for the number over 2^(15 - 7)
 _SHIFT = 1 << 7  # as a product: multiplying integers is faster than shifting them
 _KEEP = -0x4001  # every bit but the one where sign extension and the shift put the sign a second time
@@ -42,21 +43,25 @@ def row_amax(weight: torch.Tensor, workspace: Workspace) -> torch.Tensor:
 
 
 def strips(weight: torch.Tensor) -> list[tuple[int, int]]:
-    """Runs of rows whose float32 form fits the strip buffer."""
-    size = max(1, STRIP_NBYTES // (4 * max(1, weight.shape[1])))
+    """Runs of rows whose float32 form fits the strip buffer; on a device, fits what may be held beside the result."""
+    nbytes = STRIP_NBYTES if weight.device.type == "cpu" else DEVICE_STRIP_NBYTES
+    size = max(1, nbytes // (4 * max(1, weight.shape[1])))
     return [(row, min(weight.shape[0], row + size)) for row in range(0, weight.shape[0], size)]
 
 
 def encode_rows(weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, workspace: Workspace) -> None:
     """out[r] = e4m3fn(weight[r] / scale[r]) in float32, to nearest even. scale float32 [R], or one number [1]."""
-    if weight.device.type != "cpu":
-        out.copy_(weight.float() / scale.unsqueeze(1))
-        return
     for start, stop in strips(weight):
-        wide = workspace.take("encode", (stop - start, weight.shape[1]), torch.float32)
-        wide.copy_(weight[start:stop])
+        wide = widened(weight[start:stop], workspace)
         wide.div_((scale[start:stop] if scale.numel() > 1 else scale).unsqueeze(1))
         out[start:stop].copy_(wide)
+
+
+def widened(part: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    """A float32 copy: in a reused buffer on the CPU, in the allocator's memory (which reuses its own) on a device."""
+    if part.device.type != "cpu":
+        return part.to(torch.float32, copy=True)
+    return workspace.take("widened", tuple(part.shape), torch.float32).copy_(part)
 
 
 def expand(stored: torch.Tensor, out: torch.Tensor, workspace: Workspace) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quant.float8_codec import strips
+from quant.float8_codec import strips, widened
 from quant.panels import Workspace
 
 LARGEST = 127.0
@@ -18,11 +18,7 @@ def scale_of(amax: torch.Tensor) -> torch.Tensor:
 
 def encode_rows(weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, workspace: Workspace) -> None:
     """out[r] = round(weight[r] / scale[r]), half to even, in float32; scale [R]."""
-    if weight.device.type != "cpu":
-        out.copy_((weight.float() / scale.unsqueeze(1)).round_().clamp_(-LARGEST, LARGEST))
-        return
     for start, stop in strips(weight):
-        wide = workspace.take("encode", (stop - start, weight.shape[1]), torch.float32)
-        wide.copy_(weight[start:stop])
+        wide = widened(weight[start:stop], workspace)
         wide.div_(scale[start:stop].unsqueeze(1)).round_().clamp_(-LARGEST, LARGEST)
         out[start:stop].copy_(wide)

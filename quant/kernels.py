@@ -10,6 +10,7 @@ T rows of x, O output rows, I input features. x [..., I] and the result [..., O]
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -20,7 +21,7 @@ from quant.cpu_features import CpuFeatures
 from quant.float8_blocks import BLOCK, multiply_blocks, scale_by_number
 from quant.float8_codec import EXPANDED, expand
 from quant.panels import InOrder, RunPanels, Workspace
-from quant.products import INT8_MULTIPLE, Expand, int8_rows, one_row, straight, stripwise
+from quant.products import INT8_MULTIPLE, Expand, int8_rows, on_device, one_row, straight, stripwise
 
 STRIP_ROWS = 4  # rows of x from which widening a weight pays, where half precision has no instructions of its own
 INT8_ROWS = 16  # rows of x up to which torch's int8 product is the fastest
@@ -74,7 +75,7 @@ class Kernels:
     ) -> torch.Tensor:
         """weight int8 [O, I], scale float32 [O]."""
         if x.device.type != "cpu":
-            return F.linear(x, (weight.float() * scale.unsqueeze(1)).to(x.dtype), bias)
+            return on_device(x, weight, bias, _by_row_scale(weight, scale))
         rows = _rows(x)
         if self._int8_rows(rows):
             out = int8_rows(rows, weight, scale, bias, run=self.run)
@@ -93,7 +94,7 @@ class Kernels:
     ) -> torch.Tensor:
         """weight e4m3fn [O, I], scale float32 [O]."""
         if x.device.type != "cpu":
-            return F.linear(x, (weight.float() * scale.unsqueeze(1)).to(x.dtype), bias)
+            return on_device(x, weight, bias, _by_row_scale(weight, scale))
 
         def widen(start: int, stop: int, out: torch.Tensor, workspace: Workspace) -> None:
             expand(weight[start:stop], out, workspace)
@@ -107,7 +108,7 @@ class Kernels:
     ) -> torch.Tensor:
         """weight e4m3fn [O, I] of one section, scale float32 [ceil(O/128), ceil(I/128)]."""
         if x.device.type != "cpu":
-            return F.linear(x, (weight.float() * scale_by_number(scale, weight.shape)).to(x.dtype), bias)
+            return on_device(x, weight, bias, _by_block_scale(weight, scale))
         factors = scale * EXPANDED
 
         def widen(start: int, stop: int, out: torch.Tensor, workspace: Workspace) -> None:
@@ -136,5 +137,17 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 def _copied(weight: torch.Tensor) -> Expand:
     def widen(start: int, stop: int, out: torch.Tensor, workspace: Workspace) -> None:
         out.copy_(weight[start:stop])
+
+    return widen
+
+
+def _by_row_scale(weight: torch.Tensor, scale: torch.Tensor) -> Callable[[int, int], torch.Tensor]:
+    return lambda start, stop: weight[start:stop].float().mul_(scale[start:stop].unsqueeze(1))
+
+
+def _by_block_scale(weight: torch.Tensor, scale: torch.Tensor) -> Callable[[int, int], torch.Tensor]:
+    def widen(start: int, stop: int) -> torch.Tensor:
+        part = weight[start:stop]
+        return part.float().mul_(scale_by_number(scale[start // BLOCK : -(-stop // BLOCK)], part.shape))
 
     return widen

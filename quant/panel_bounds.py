@@ -9,6 +9,7 @@ from functools import lru_cache
 
 PANELS = 16  # at most: enough for as many threads, few enough that handing them out costs little
 LEAST_NBYTES = 1 << 19  # of a weight's panel: less is not worth a thread's while
+LEAST_LIBRARY_NBYTES = 3 << 19  # the same where oneDNN is called, which takes 30 microseconds to begin
 ROW_MULTIPLE = 32  # rows of a panel: whole tiles of the kernels
 STRIP_NBYTES = 1 << 20  # of a strip's wide form: with what it is made from it stays in the second-level cache
 LEAST_STRIP_ROWS = 32  # lower products are slow
@@ -17,12 +18,14 @@ Bounds = tuple[tuple[int, int], ...]
 
 
 @lru_cache(maxsize=1024)
-def panel_bounds(rows: int, row_nbytes: int, *, multiple: int = ROW_MULTIPLE) -> Bounds:
+def panel_bounds(
+    rows: int, row_nbytes: int, *, multiple: int = ROW_MULTIPLE, least_nbytes: int = LEAST_NBYTES
+) -> Bounds:
     """The fixed runs of output rows [start, stop) of a weight, `row_nbytes` a row.
 
     Their number is a power of two, so that two or four threads get equal shares.
     """
-    worth = min(PANELS, max(1, rows * row_nbytes // LEAST_NBYTES))
+    worth = min(PANELS, max(1, rows * row_nbytes // least_nbytes))
     return _runs(0, rows, _rounded_up(-(-rows // (1 << worth.bit_length() - 1)), multiple))
 
 

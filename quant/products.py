@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from quant.panel_bounds import ROW_MULTIPLE, panel_bounds, strip_bounds
+from quant.panel_bounds import LEAST_LIBRARY_NBYTES, ROW_MULTIPLE, Bounds, panel_bounds, strip_bounds
 from quant.panels import Panel, RunPanels, Workspace
 
 # Writes the numbers of weight rows [start, stop) into a strip buffer [stop - start, I].
@@ -28,7 +28,7 @@ def straight(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
         return compute
 
-    run([panel(start, stop) for start, stop in panel_bounds(weight.shape[0], _row_nbytes(weight))])
+    run([panel(start, stop) for start, stop in _library_bounds(weight)])
     return out
 
 
@@ -43,7 +43,7 @@ def one_row(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
         return compute
 
-    run([panel(start, stop) for start, stop in panel_bounds(weight.shape[0], _row_nbytes(weight))])
+    run([panel(start, stop) for start, stop in _library_bounds(weight)])
     return out if bias is None else out.add_(bias)
 
 
@@ -112,5 +112,28 @@ def scaled(
     return sums
 
 
+def _library_bounds(weight: torch.Tensor) -> Bounds:
+    return panel_bounds(weight.shape[0], _row_nbytes(weight), least_nbytes=LEAST_LIBRARY_NBYTES)
+
+
 def _row_nbytes(weight: torch.Tensor) -> int:
     return weight.shape[1] * weight.element_size()
+
+
+def on_device(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, widen: Callable[[int, int], torch.Tensor]
+) -> torch.Tensor:
+    """x [..., I] times a stored weight [O, I] on a device: runs of rows widened to float32, rounded to x's dtype and
+    multiplied, so that little is held beside the weight. `widen(start, stop)` gives float32 [stop - start, I], a run
+    that begins with a scale block."""
+    out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype, device=x.device)
+    size = max(1, DEVICE_STRIP_NBYTES // (4 * weight.shape[1] * BLOCK_ROWS)) * BLOCK_ROWS
+    for start in range(0, weight.shape[0], size):
+        stop = min(weight.shape[0], start + size)
+        part = None if bias is None else bias[start:stop]
+        out[..., start:stop] = F.linear(x, widen(start, stop).to(x.dtype), part)
+    return out
+
+
+BLOCK_ROWS = 128  # whole scale blocks
+DEVICE_STRIP_NBYTES = 16 << 20

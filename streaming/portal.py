@@ -42,5 +42,5 @@ class LoopThread:
             self._stack.close()
         finally:
             if self._thread.is_alive():
-                self._portal.call(self._portal.stop)
+                self._portal.call(self._portal.stop, True)  # cancels a context whose entering was interrupted
             self._thread.join()

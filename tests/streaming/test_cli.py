@@ -44,15 +44,19 @@ class Outcome:
 def firstlayer(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     """The command line in this process."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # put back behind the test
 
     def run(*arguments: object) -> Outcome:
         capfd.readouterr()
+        alarm = signal.getsignal(signal.SIGALRM)
         try:
             status = cli.run([str(argument) for argument in arguments])
         except SystemExit as ended:
             status = int(ended.code or 0)
         except KeyboardInterrupt:
             status = -signal.SIGINT
+        finally:
+            signal.signal(signal.SIGALRM, alarm)  # the command line may use it, and so does the limit of time
         return Outcome(status, *capfd.readouterr())
 
     return run

@@ -1,4 +1,4 @@
-"""A config that ties embedding and head, and a checkpoint that holds both: equal copies become one, and memory comes back."""
+"""A config that ties embedding and head, and files that hold both: equal copies become one, memory comes back."""
 
 from __future__ import annotations
 
