@@ -173,7 +173,7 @@ def print_quantization(shape: tuple[int, int], threads: Sequence[int], *, second
         columns.append({name: count * weight.nbytes / time_us / 1e3 for name, time_us in found.items()})
     for name in columns[0]:
         label = "memory copy (none)" if name == "none" else name
-        print(f"| {label} | " + " | ".join(f"{column[name]:.2f}" for column in columns) + " |")
+        print(f"| {label} | " + " | ".join(f"{column[name]:.3g}" for column in columns) + " |")
 
 
 def _quantizer(name: str, weight: torch.Tensor, count: int) -> Callable[[int], None]:

@@ -20,7 +20,7 @@ from streaming.panel_pool import PanelPool
 
 # Shapes and rows at which F.linear itself was seen to change bits between one thread and two, odd ones, and one that
 # has several panels in every scheme.
-SHAPES = [(101, 100), (300, 1001), (1100, 1008)]
+SHAPES = [(101, 100), (300, 1001), (1600, 1008)]
 ROWS = (1, 3, 8, 33)
 DETECTED = CpuFeatures.detect()
 # Every machine can take the way of those that have no bfloat16 products; the other way needs them.
