@@ -24,8 +24,8 @@ from quant.panels import InOrder, RunPanels, Workspace
 from quant.products import INT8_MULTIPLE, Expand, int8_rows, on_device, one_row, straight, stripwise
 
 STRIP_ROWS = 4  # rows of x from which widening a weight pays, where half precision has no instructions of its own
-INT8_ROWS = 16  # rows of x up to which torch's int8 product is the fastest
-INT8_ROWS_NATIVE = 8  # the same where strips can be multiplied in bfloat16
+NATIVE_ROWS = 16  # rows of x from which strips in bfloat16 are faster than in float32, where it has instructions
+INT8_ROWS = 15  # rows of x up to which torch's int8 product is the fastest
 
 
 class KernelMode(Enum):
@@ -85,8 +85,7 @@ class Kernels:
 
     def _int8_rows(self, rows: torch.Tensor) -> bool:
         # In float16 the sums of unscaled codes would overflow; in float32 the operator takes one number at a time.
-        most = INT8_ROWS_NATIVE if self.features.native_bf16 else INT8_ROWS
-        fitting = rows.dtype == torch.bfloat16 and rows.shape[0] <= most and rows.shape[1] % INT8_MULTIPLE == 0
+        fitting = rows.dtype == torch.bfloat16 and rows.shape[0] <= INT8_ROWS and rows.shape[1] % INT8_MULTIPLE == 0
         return fitting and self.mode is not KernelMode.EXACT
 
     def float8(
@@ -127,7 +126,7 @@ class Kernels:
     def _strip_dtype(self, x: torch.Tensor) -> torch.dtype:
         """What a quantized weight is widened to. bfloat16 holds every code of int8 and of float8 exactly."""
         native = self.features.native_bf16 and x.dtype == torch.bfloat16 and self.mode is not KernelMode.EXACT
-        return torch.bfloat16 if native and x.numel() > x.shape[-1] else torch.float32
+        return torch.bfloat16 if native and x.numel() >= NATIVE_ROWS * x.shape[-1] else torch.float32
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -8,12 +8,10 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import sys
-import threading
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -43,7 +41,6 @@ class _Parser(argparse.ArgumentParser):
 def run(arguments: Sequence[str]) -> int:
     """Parse and carry out; the exit status."""
     options = argparse.Namespace(command="", debug=False)
-    _keep_interrupts()
     try:
         command = next((word for word in arguments if not word.startswith("-")), None)
         options = make_parser(command if command in COMMANDS else None).parse_args(arguments)
@@ -75,6 +72,18 @@ def _fail(message: str, options: argparse.Namespace, *, status: int = 1) -> int:
     return status
 
 
+def leaver(options: argparse.Namespace) -> Callable[[], None]:
+    """What an interrupt does while torch is imported, when nothing is open yet that could be lost: the process ends."""
+
+    def leave() -> None:
+        sys.stdout.flush()
+        _fail("interrupted", options)
+        sys.stderr.flush()
+        os._exit(1)  # the reader's process notices that its pipe has ended
+
+    return leave
+
+
 def _set_up_logging() -> None:
     """FIRSTLAYER_LOG=debug logs each tensor; the default shows warnings only."""
     level = os.environ.get("FIRSTLAYER_LOG", "warning").upper()
@@ -83,21 +92,6 @@ def _set_up_logging() -> None:
     if level not in known:
         warn(f"FIRSTLAYER_LOG={level.lower()} is no level; known: {', '.join(sorted(known)).lower()}")
     warnings.simplefilter("ignore")  # those of libraries, about their own future
-
-
-def _keep_interrupts() -> None:
-    """Python throws away exceptions of destructors and callbacks, and importing torch runs many: an interrupt that
-    arrives in one of them would be lost. It is raised again a moment later."""
-
-    def keep(unraisable: Any) -> None:
-        if unraisable.exc_type is KeyboardInterrupt:
-            signal.setitimer(signal.ITIMER_REAL, 0.02)
-        else:
-            sys.__unraisablehook__(unraisable)
-
-    if threading.current_thread() is threading.main_thread():
-        sys.unraisablehook = keep
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
 
 
 def _calm_openmp() -> None:

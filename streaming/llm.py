@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -20,6 +21,7 @@ from streaming.async_llm import AsyncLLM
 from streaming.clock import RunClock
 from streaming.errors import StreamClosedError
 from streaming.hooks import Hooks
+from streaming.interrupts import interrupt_kept
 from streaming.model_text import ModelText, Prompt
 from streaming.options import LoadOptions
 from streaming.prepare import Prepared, prepare
@@ -67,10 +69,10 @@ def start_reader(prepared: Prepared) -> Reader:
     return open_reader(prepared.read_plan)
 
 
-def bring_torch(tracer: Tracer, clock: RunClock, *, whole: bool = True) -> None:
-    """Import torch and what stands on it, noting how long it took. `whole=False` is for the command line's process."""
-    with tracer.span("import", "torch"):
-        import_torch(whole=whole)
+def bring_torch(tracer: Tracer, clock: RunClock, *, leave: Callable[[], None] | None = None) -> None:
+    """Import torch and what stands on it, noting how long it took; `leave` as in `LLM.start`."""
+    with tracer.span("import", "torch"), interrupt_kept(leave):
+        import_torch(whole=leave is None)
         import streaming.model  # noqa: F401  (its modules are part of the fixed time)
     clock.once("imports_done_s")
 
@@ -119,24 +121,32 @@ class LLM:
 
     @classmethod
     def start(
-        cls, prepared: Prepared, *, clock: RunClock | None = None, hooks: Hooks = _NO_HOOKS, whole_torch: bool = True
+        cls,
+        prepared: Prepared,
+        *,
+        clock: RunClock | None = None,
+        hooks: Hooks = _NO_HOOKS,
+        leave: Callable[[], None] | None = None,
     ) -> LLM:
         """Open a model that has been planned already; `clock` says where its times count from.
 
-        `whole_torch=False` shortens the import of torch in a process that runs nothing but this (see torch_import).
+        `leave` is for a process that runs nothing but this: the import of torch is shortened there (see torch_import),
+        and an interrupt in the middle of it calls `leave`, which ends the process.
         """
         llm = cls.__new__(cls)
-        llm._open(prepared, clock or RunClock(start_s=time.monotonic()), hooks, whole_torch=whole_torch)
+        llm._open(prepared, clock or RunClock(start_s=time.monotonic()), hooks, leave=leave)
         return llm
 
-    def _open(self, prepared: Prepared, clock: RunClock, hooks: Hooks, *, whole_torch: bool = True) -> None:
+    def _open(
+        self, prepared: Prepared, clock: RunClock, hooks: Hooks, *, leave: Callable[[], None] | None = None
+    ) -> None:
         self.tracer, self.clock, self.prepared = Tracer(), clock, prepared
         stack = ExitStack()
         reader = stack.enter_context(closing(start_reader(self.prepared)))
         try:
             self.clock.once("load_begin_s")
             self._text = stack.enter_context(closing(ModelText(prepared.checkpoint)))
-            bring_torch(self.tracer, self.clock, whole=whole_torch)
+            bring_torch(self.tracer, self.clock, leave=None if leave is None else partial(_leave, stack, leave))
             self._model = self._start(stack, reader, hooks)
         except BaseException:
             stack.close()
@@ -262,6 +272,11 @@ class LLM:
             if error is None:
                 raise
             logger.debug("closing after an error", exc_info=True)
+
+
+def _leave(stack: ExitStack, leave: Callable[[], None]) -> None:
+    stack.close()
+    leave()
 
 
 def _close(model: StreamedModel, stack: ExitStack) -> None:

@@ -59,7 +59,7 @@ def run_once(options: argparse.Namespace) -> dict[str, Any]:
         clock.once("imports_done_s")
     prepared = prepare(options.model, cli.load_options(options))
     ids = seeded_ids(options.prompt_tokens, prepared.config.vocab_size)
-    with LLM.start(prepared, clock=clock, whole_torch=False) as llm:
+    with LLM.start(prepared, clock=clock, leave=cli.leaver(options)) as llm:
         params = SamplingParams(max_tokens=1 + options.decode, ignore_eos=True)
         llm.complete([ids], params)
         llm.wait_loaded()

@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     prepared = prepare(options.model, cli.load_options(options))
     progress = make_progress(options, prepared)
     messages = [{"role": "system", "content": options.system}] if options.system else []
-    with LLM.start(prepared, clock=clock, hooks=progress_hooks(progress), whole_torch=False) as llm:
+    with LLM.start(prepared, clock=clock, hooks=progress_hooks(progress), leave=cli.leaver(options)) as llm:
         progress.close()  # the prompt takes its place: both would write where the cursor stands
         while (text := _ask()) is not None:
             if not text:

@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
         raise OptionError(f"--out {options.out}: the folder {options.out.absolute().parent} does not exist")
     prepared = prepare(options.model, cli.load_options(options))
     progress = make_progress(options, prepared)
-    with LLM.start(prepared, hooks=progress_hooks(progress), whole_torch=False) as llm:
+    with LLM.start(prepared, hooks=progress_hooks(progress), leave=cli.leaver(options)) as llm:
         try:
             logits = llm.logits(ids)
             llm.wait_loaded()
