@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -138,14 +139,10 @@ def chosen_runs(weight: torch.Tensor, x: torch.Tensor, pool: PanelPool) -> Mappi
         if kernels.features.native_bf16:
             add(f"{name}, chosen without bf16 instructions", name, stored, strips)
         add(f"{name}, exact", name, stored, exact)
-        packed = pack(scheme_by_name(name), stored, sections, kernels=kernels)
+        (packed,) = pack([(scheme_by_name(name), stored)], kernels=kernels)
         if packed is not None and x.shape[0] == 1:
-            runs[f"{name}, fast"] = _bound(packed.linear, x, kernels)
+            runs[f"{name}, fast"] = partial(packed.linear, x, None)
     return runs
-
-
-def _bound(linear: Callable[..., object], x: torch.Tensor, kernels: Kernels) -> Run:
-    return lambda: linear(x, None, kernels=kernels)
 
 
 def _works(run: Run) -> bool:

@@ -40,7 +40,7 @@ class Linear(nn.Module):
         ctx.check()
         bias = self.get_parameter("bias") if self._has_bias else None
         if ctx.packed and self.packed is not None:
-            out = self.packed.linear(x, bias, kernels=ctx.kernels)
+            out = self.packed.linear(x, bias)
             if out is not None:
                 return out
         return self.scheme.linear(x, self.stored(), self.sections, bias, kernels=ctx.kernels)

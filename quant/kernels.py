@@ -1,6 +1,6 @@
 """Which matmul runs: a function of scheme, rows of x, dtype, device, CPU features and mode, never of what has finished.
 
-On a CPU every product is cut into panels of output rows (quant.panels), so its bits do not depend on threads. Measured
+On a CPU products are cut into panels of output rows (quant.panels), so their bits do not depend on threads. Measured
 (examples/bench_kernels.py prints the table): bfloat16 products are fastest straight where the CPU has instructions for
 them, and 4 to 7 times slower than strips widened to float32 where it has none; torch's int8 product is the fastest for
 few rows of bfloat16, and tens of times slower than strips for float16 and float32.
@@ -78,7 +78,7 @@ class Kernels:
             return on_device(x, weight, bias, _by_row_scale(weight, scale))
         rows = _rows(x)
         if self._int8_rows(rows):
-            out = int8_rows(rows, weight, scale, bias, run=self.run)
+            out = int8_rows(rows, weight, scale, bias)
         else:
             out = stripwise(rows, weight, _copied(weight), scale, bias, dtype=self._strip_dtype(x), run=self.run)
         return out.view(*x.shape[:-1], weight.shape[0])

@@ -16,7 +16,7 @@ share one rounding, and a sequence's tokens would depend on what else is in the 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
@@ -32,100 +32,86 @@ if TYPE_CHECKING:
     from quant.kernels import Kernels
     from quant.panels import Panel, Workspace
 
-# What FBGEMM was seen to take for a panel: columns and rows padded to such multiples, a scale, a zero point and an
-# offset for each row, and what the allocator rounds up.
-_K_MULTIPLE, _N_MULTIPLE, _ROW_NBYTES, _PANEL_NBYTES = 128, 32, 32, 1 << 16
+# What FBGEMM was seen to take: columns and rows padded to such multiples, a scale, a zero point and an offset for each
+# row, and what the allocator rounds up.
+_K_MULTIPLE, _N_MULTIPLE, _ROW_NBYTES, _REST_NBYTES = 128, 32, 32, 1 << 16
 
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """A weight [O, I] as packed panels of rows: (start, stop, FBGEMM's object)."""
+    """A weight [O, I] as FBGEMM's object."""
 
-    panels: tuple[tuple[int, int, Any], ...]
+    packed: Any
     shape: tuple[int, int]
     reduce_range: bool
 
     @property
     def nbytes(self) -> int:
         """Bytes that the copy takes at the most."""
-        return sum(_panel_nbytes(stop - start, self.shape[1]) for start, stop, _ in self.panels)
+        return _nbytes(*self.shape)
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None, *, kernels: Kernels) -> torch.Tensor | None:
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """x [..., I] -> [..., O] in x's dtype, or None where x is not one row of finite numbers (nor of a finite sum).
 
-        The bits do not depend on threads: the sums are integers.
+        Runs on torch's own threads: the sums are integers, so the bits do not depend on how many there are, and there
+        is no need for panels, each of which would round the row again.
         """
+        import torch
+
         if x.numel() != self.shape[1]:
             return None
         row = x.reshape(1, self.shape[1]).float()
         if not isfinite(row.sum()):  # the operator refuses what has no largest or no smallest number
             return None
-        out = x.new_empty(1, self.shape[0])
-        kernels.run([self._panel(row, bias, out, *each) for each in self.panels])
-        return out.view(*x.shape[:-1], self.shape[0])
-
-    def _panel(
-        self, row: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, start: int, stop: int, packed: Any
-    ) -> Panel:
-        import torch
-
-        def compute(workspace: Workspace) -> None:
-            sums = torch.ops.quantized.linear_dynamic(row, packed, self.reduce_range)
-            out[:, start:stop] = sums if bias is None else sums + bias[start:stop]
-
-        return compute
+        sums: torch.Tensor = torch.ops.quantized.linear_dynamic(row, self.packed, self.reduce_range)
+        if bias is not None:
+            sums += bias
+        return sums.to(x.dtype).view(*x.shape[:-1], self.shape[0])
 
 
 def packed_nbytes(scheme: Scheme, sections: tuple[int, ...], in_features: int) -> int:
     """Bytes that `pack` will take for such a weight at the most; 0 where the scheme has no packed form."""
-    if not isinstance(scheme, Int8PerChannel):
-        return 0
-    from quant.panel_bounds import panel_bounds
-
-    bounds = panel_bounds(total_rows(sections), in_features)
-    return sum(_panel_nbytes(stop - start, in_features) for start, stop in bounds)
+    return _nbytes(total_rows(sections), in_features) if isinstance(scheme, Int8PerChannel) else 0
 
 
-def _panel_nbytes(rows: int, columns: int) -> int:
+def _nbytes(rows: int, columns: int) -> int:
     padded = -(-rows // _N_MULTIPLE) * _N_MULTIPLE
-    return padded * (-(-columns // _K_MULTIPLE) * _K_MULTIPLE + _ROW_NBYTES) + _PANEL_NBYTES
+    return padded * (-(-columns // _K_MULTIPLE) * _K_MULTIPLE + _ROW_NBYTES) + _REST_NBYTES
 
 
 def pack(
-    scheme: Scheme, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], *, kernels: Kernels
-) -> PackedLinear | None:
-    """A packed copy of a stored weight, made panel by panel on the threads of `kernels`; the stored one is only read.
+    weights: Sequence[tuple[Scheme, Mapping[str, torch.Tensor]]], *, kernels: Kernels
+) -> list[PackedLinear | None]:
+    """Packed copies of weights (scheme, stored tensors), made on the threads of `kernels`; the stored stay.
 
     None where there is no packed form: for other schemes, devices other than CPUs, and builds of torch without FBGEMM.
     """
-    import torch
+    found: list[PackedLinear | None] = [None] * len(weights)
 
-    from quant.panel_bounds import panel_bounds
-
-    weight = stored["weight"]
-    if not isinstance(scheme, Int8PerChannel) or weight.device.type != "cpu":
-        return None
-    if torch.backends.quantized.engine not in ("fbgemm", "x86"):  # x86 takes FBGEMM for linear layers
-        return None
-    packed: dict[tuple[int, int], Any] = {}
-
-    def panel(start: int, stop: int) -> Panel:
+    def panel(index: int, stored: Mapping[str, torch.Tensor]) -> Panel:
         def compute(workspace: Workspace) -> None:
-            packed[start, stop] = _prepacked(weight[start:stop], stored["weight_scale"][start:stop])
+            rows, columns = stored["weight"].shape
+            found[index] = PackedLinear(_prepacked(**stored), (rows, columns), not kernels.features.vnni)
 
         return compute
 
     with _deprecation_ignored():
-        kernels.run([panel(*bounds) for bounds in panel_bounds(*weight.shape)])
-    panels = tuple((start, stop, made) for (start, stop), made in sorted(packed.items(), key=lambda item: item[0]))
-    return PackedLinear(panels, (weight.shape[0], weight.shape[1]), reduce_range=not kernels.features.vnni)
+        kernels.run([panel(index, stored) for index, (scheme, stored) in enumerate(weights) if _packs(scheme, stored)])
+    return found
 
 
-def _prepacked(weight: torch.Tensor, scale: torch.Tensor) -> Any:
+def _packs(scheme: Scheme, stored: Mapping[str, torch.Tensor]) -> bool:
+    import torch
+
+    engine = torch.backends.quantized.engine in ("fbgemm", "x86")  # x86 takes FBGEMM for linear layers
+    return engine and isinstance(scheme, Int8PerChannel) and stored["weight"].device.type == "cpu"
+
+
+def _prepacked(weight: torch.Tensor, weight_scale: torch.Tensor) -> Any:
     import torch
 
     zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
-    quantized = torch._make_per_channel_quantized_tensor(weight, scale.double(), zeros, 0)
+    quantized = torch._make_per_channel_quantized_tensor(weight, weight_scale.double(), zeros, 0)
     return torch.ops.quantized.linear_prepack(quantized, None)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from quant.panel_bounds import LEAST_LIBRARY_NBYTES, ROW_MULTIPLE, Bounds, panel_bounds, strip_bounds
+from quant.panel_bounds import LEAST_LIBRARY_NBYTES, ROW_MULTIPLE, one_row_bounds, panel_bounds, strip_bounds
 from quant.panels import Panel, RunPanels, Workspace
 
 # Writes the numbers of weight rows [start, stop) into a strip buffer [stop - start, I].
@@ -28,7 +28,12 @@ def straight(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
         return compute
 
-    run([panel(start, stop) for start, stop in _library_bounds(weight)])
+    run(
+        [
+            panel(start, stop)
+            for start, stop in panel_bounds(weight.shape[0], _row_nbytes(weight), least_nbytes=LEAST_LIBRARY_NBYTES)
+        ]
+    )
     return out
 
 
@@ -43,7 +48,7 @@ def one_row(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
         return compute
 
-    run([panel(start, stop) for start, stop in _library_bounds(weight)])
+    run([panel(start, stop) for start, stop in one_row_bounds(weight.shape[0], _row_nbytes(weight))])
     return out if bias is None else out.add_(bias)
 
 
@@ -51,26 +56,17 @@ def one_row(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 INT8_MULTIPLE = 16
 
 
-def int8_rows(
-    rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, run: RunPanels
-) -> torch.Tensor:
-    """rows bfloat16, weight int8 [O, I] with I a multiple of 16, scale float32 [O].
+def int8_rows(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """rows bfloat16, weight int8 [O, I] with I a multiple of 16, scale float32 [O]; by torch's int8 product.
 
-    The operator would take the scales, but only in bfloat16: eight bits of a scale are too few, so it gets ones, and
-    scale and bias are applied to its (rounded) sums in float32.
+    The one product without panels: torch's own threads, which are handed work faster, change no bits here, since each
+    of the operator's small tiles of outputs is computed whole by one of them (compared for 1 to 32 threads).
+
+    It would take the scales, but only in bfloat16: eight bits of a scale are too few, so it gets ones, and scale and
+    bias are applied to its (rounded) sums in float32.
     """
-    out = rows.new_empty(rows.shape[0], weight.shape[0])
-    ones = rows.new_ones(weight.shape[0])
-
-    def panel(start: int, stop: int) -> Panel:
-        def compute(workspace: Workspace) -> None:
-            sums = torch._weight_int8pack_mm(rows, weight[start:stop], ones[start:stop])
-            out[:, start:stop] = scaled(sums, scale, bias, start, stop)
-
-        return compute
-
-    run([panel(start, stop) for start, stop in panel_bounds(weight.shape[0], _row_nbytes(weight))])
-    return out
+    sums = torch._weight_int8pack_mm(rows, weight, rows.new_ones(weight.shape[0]))
+    return scaled(sums, scale, bias, 0, weight.shape[0]).to(rows.dtype)
 
 
 def stripwise(
@@ -110,10 +106,6 @@ def scaled(
     if bias is not None:
         sums = sums.float().add_(bias[start:stop])
     return sums
-
-
-def _library_bounds(weight: torch.Tensor) -> Bounds:
-    return panel_bounds(weight.shape[0], _row_nbytes(weight), least_nbytes=LEAST_LIBRARY_NBYTES)
 
 
 def _row_nbytes(weight: torch.Tensor) -> int:

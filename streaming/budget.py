@@ -7,7 +7,6 @@ copies of `--kernels fast`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -50,7 +49,7 @@ def make_budget(
     needed."""
     window = choose_window(plan) if window_nbytes is None else window_nbytes
     staged = sum(item.nbytes for item in plan.items if not item.direct)
-    packed = sum(map(_packed_nbytes, _linears(plan))) if packs else 0
+    packed = copies_nbytes(plan) if packs else 0
     budget = Budget(plan.kept_nbytes, min(window, staged), convert_nbytes(plan), cache_nbytes, limit_nbytes, packed)
     if limit_nbytes is not None and budget.peak_nbytes > limit_nbytes:
         raise BudgetError(
@@ -82,10 +81,13 @@ def _wide_nbytes(item: LoadItem) -> int:
     return (item.rows[1] - item.rows[0]) * prod(item.param.shape[1:]) * DType.F32.itemsize
 
 
-def _linears(plan: LoadPlan) -> Iterator[ParamSpec]:
-    params = (param for layer in plan.layers for param in layer.spec.params)
-    return (param for param in params if param.kind is ParamKind.LINEAR)
+def copies_nbytes(plan: LoadPlan) -> int:
+    """Packed copies of every layer, and what is held while one layer's are made: each weight twice more."""
+    layers = [sum(map(_packed_nbytes, layer.spec.params)) for layer in plan.layers]
+    return sum(layers) + 2 * max(layers, default=0)
 
 
 def _packed_nbytes(param: ParamSpec) -> int:
+    if param.kind is not ParamKind.LINEAR:
+        return 0
     return packed_nbytes(param.scheme, param.section_rows, param.shape[1])

@@ -8,9 +8,10 @@ budget counts both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from layers.linear import Linear
+from quant.kernels import Kernels
 from quant.packed import pack
 from streaming.runner import ModelRunner
 
@@ -18,19 +19,19 @@ from streaming.runner import ModelRunner
 def pack_layers(runner: ModelRunner, *, stop: Callable[[], None]) -> int:
     """Give every linear layer of the decoder its packed copy, where its scheme has one and it has none yet.
 
-    Waits for each layer to be ready. `stop` raises to cancel, between weights. Returns the bytes of all copies.
+    Waits for each layer to be ready. `stop` raises to cancel, between layers. Returns the bytes of all copies.
     """
     nbytes = 0
     for name, layer in zip(runner.layers, runner.model.layers, strict=True):
         with runner.residency.lease(name, stop=stop), runner.tracer.span("post-process", f"pack {name}", layer=name):
-            for module in layer.modules():
-                if isinstance(module, Linear):
-                    stop()
-                    nbytes += _pack(module, runner)
+            stop()
+            linears = [module for module in layer.modules() if isinstance(module, Linear)]
+            _pack([module for module in linears if module.packed is None], runner.kernels)
+            nbytes += sum(module.packed.nbytes for module in linears if module.packed is not None)
     return nbytes
 
 
-def _pack(module: Linear, runner: ModelRunner) -> int:
-    if module.packed is None:
-        module.packed = pack(module.scheme, module.stored(), module.sections, kernels=runner.kernels)
-    return 0 if module.packed is None else module.packed.nbytes
+def _pack(modules: Sequence[Linear], kernels: Kernels) -> None:
+    copies = pack([(module.scheme, module.stored()) for module in modules], kernels=kernels)
+    for module, packed in zip(modules, copies, strict=True):
+        module.packed = packed

@@ -39,7 +39,7 @@ def _stored(rows: int, columns: int, name: str = "int8_per_channel") -> dict[str
 
 
 def _packed(stored: dict[str, torch.Tensor], kernels: Kernels) -> PackedLinear:
-    found = pack(INT8, stored, (stored["weight"].shape[0],), kernels=kernels)
+    (found,) = pack([(INT8, stored)], kernels=kernels)
     assert found is not None
     return found
 
@@ -64,7 +64,7 @@ def test_the_product_is_that_of_rounded_activations(vnni: bool, rows: int, colum
     stored = _stored(rows, columns)
     x = torch.randn(1, 1, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
     bias = torch.randn(rows, generator=torch.Generator().manual_seed(2)).to(dtype)
-    found = _packed(stored, kernels).linear(x, bias, kernels=kernels)
+    found = _packed(stored, kernels).linear(x, bias)
     assert found is not None
     expected = _literal(x.flatten().float(), stored, levels=255 if vnni else 127) + bias.double()
     assert (found.shape, found.dtype) == ((1, 1, rows), dtype)
@@ -75,24 +75,34 @@ def test_the_product_is_that_of_rounded_activations(vnni: bool, rows: int, colum
 
 
 def test_the_bits_do_not_depend_on_threads(kernels: Kernels, three_threads: Kernels) -> None:
-    stored, x = _stored(1100, 1008), torch.randn(1, 1008)
-    first = _packed(stored, kernels).linear(x, None, kernels=kernels)
-    second = _packed(stored, three_threads).linear(x, None, kernels=three_threads)
-    assert len(_packed(stored, kernels).panels) > 1
-    assert first is not None
-    assert second is not None
-    assert torch.equal(first, second)
+    stored, other, x = _stored(1600, 1008), _stored(640, 1008), torch.randn(1, 1008)
+    before, found = torch.get_num_threads(), []
+    try:
+        for maker in (kernels, three_threads):
+            first, second = pack([(INT8, stored), (INT8, other)], kernels=maker)
+            assert first is not None
+            assert second is not None
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                found.append((first.linear(x, None), second.linear(x, None)))
+    finally:
+        torch.set_num_threads(before)
+    for pair in found:
+        for tensor, expected in zip(pair, found[0], strict=True):
+            assert tensor is not None
+            assert expected is not None
+            assert torch.equal(tensor, expected)
 
 
 def test_only_one_finite_row_is_taken(kernels: Kernels) -> None:
     packed = _packed(_stored(8, 16), kernels)
-    assert packed.linear(torch.ones(1, 16), None, kernels=kernels) is not None
+    assert packed.linear(torch.ones(1, 16), None) is not None
     for wrong in (torch.ones(2, 16), torch.full((1, 16), torch.nan), torch.full((1, 16), torch.inf)):
-        assert packed.linear(wrong, None, kernels=kernels) is None
+        assert packed.linear(wrong, None) is None
 
 
 def test_a_row_of_zeros(kernels: Kernels) -> None:
-    found = _packed(_stored(40, 16), kernels).linear(torch.zeros(1, 16), None, kernels=kernels)
+    found = _packed(_stored(40, 16), kernels).linear(torch.zeros(1, 16), None)
     assert found is not None
     assert not found.any()
 
@@ -101,11 +111,11 @@ def test_a_row_of_zeros(kernels: Kernels) -> None:
 def test_which_schemes_are_packed(name: str, kernels: Kernels) -> None:
     scheme = scheme_by_name(name)
     stored = {"weight": torch.ones(40, 16)} if name == "none" else _stored(40, 16, name)
-    packed = pack(scheme, stored, (24, 16), kernels=kernels)
+    (packed,) = pack([(scheme, stored)], kernels=kernels)
     assert (packed is not None) == (name == "int8_per_channel")
     assert packed_nbytes(scheme, (24, 16), 16) == (0 if packed is None else packed.nbytes)
 
 
 def test_what_packed_copies_take() -> None:
-    # 3072 x 576 in two panels: columns padded to 640, 32 bytes a row beside them, 64 KiB a panel. (1.06 was measured.)
-    assert packed_nbytes(INT8, (1536, 1536), 576) == 3072 * (640 + 32) + 2 * 65536
+    # Columns padded to 640, 32 bytes a row beside them, and 64 KiB. (1.06 bytes a number were measured.)
+    assert packed_nbytes(INT8, (1536, 1536), 576) == 3072 * (640 + 32) + 65536

@@ -1,6 +1,7 @@
 """The same bits with any number of threads: layers are computed with one while others load, and with more afterwards.
 
-A half precision result hides most differences of its float32 sums, so every case is repeated on several inputs.
+A half precision result hides most differences of its float32 sums. So half of the numbers are the others once more
+with the other sign, in another order: the sums are nothing but their own rounding, which shows in every bit.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from quant.cpu_features import CpuFeatures
 from quant.dtypes import DType, to_torch
 from quant.kernels import KernelMode, Kernels
-from quant.panel_bounds import panel_bounds
+from quant.panel_bounds import one_row_bounds, panel_bounds
 from quant.panels import InOrder, Panel, RunPanels
 from quant.registry import scheme_by_name, scheme_names
 from streaming.panel_pool import PanelPool
@@ -46,8 +47,15 @@ def _backwards(panels: Sequence[Panel]) -> None:
     InOrder()(panels[::-1])
 
 
+def _mirrored(numbers: torch.Tensor, *, sign: int) -> torch.Tensor:
+    """The left half of the columns and the same times `sign`, shuffled; where they are odd, one column of zeros."""
+    half, columns = numbers.shape[1] // 2, numbers.shape[1]
+    both = torch.cat((numbers[:, :half], sign * numbers[:, :half], numbers[:, 2 * half :] * 0), dim=1)
+    return both[:, torch.randperm(columns, generator=torch.Generator().manual_seed(columns))].contiguous()
+
+
 def _weight(name: str, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    weight = torch.randn(*shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    weight = _mirrored(torch.randn(*shape, generator=torch.Generator().manual_seed(3)), sign=-1).to(dtype)
     if name == "none":
         return {"weight": weight}
     scheme = scheme_by_name(name)
@@ -68,7 +76,8 @@ def test_bits_do_not_depend_on_threads(
     for shape in SHAPES:
         stored = _weight(name, shape, dtype)
         for rows in ROWS:
-            x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(rows)).to(dtype)
+            x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(rows))
+            x = _mirrored(x, sign=1).to(dtype)
             found = {}
             for threads in (1, 2, 3):
                 torch.set_num_threads(threads)
@@ -104,3 +113,12 @@ def test_panels_cover_every_row_once(rows: int, row_nbytes: int, multiple: int) 
     assert [row for start, stop in bounds for row in range(start, stop)] == list(range(rows))
     assert all(start % multiple == 0 for start, _ in bounds)
     assert len(bounds) <= 16
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_nbytes", "count"), [(1, 1, 1), (3072, 1152, 2), (8192, 4096, 4), (49152, 8192, 16)]
+)
+def test_one_row_has_fewer_panels(rows: int, row_nbytes: int, count: int) -> None:
+    bounds = one_row_bounds(rows, row_nbytes)
+    assert [row for start, stop in bounds for row in range(start, stop)] == list(range(rows))
+    assert len(bounds) == count
