@@ -45,7 +45,6 @@ def run(arguments: Sequence[str]) -> int:
         command = next((word for word in arguments if not word.startswith("-")), None)
         options = make_parser(command if command in COMMANDS else None).parse_args(arguments)
         _set_up_logging()
-        _calm_openmp()
         status: int = import_module(f"streaming.commands.{options.command}").run(options)
         return status
     except KeyboardInterrupt:
@@ -92,11 +91,6 @@ def _set_up_logging() -> None:
     if level not in known:
         warn(f"FIRSTLAYER_LOG={level.lower()} is no level; known: {', '.join(sorted(known)).lower()}")
     warnings.simplefilter("ignore")  # those of libraries, about their own future
-
-
-def _calm_openmp() -> None:
-    """OpenMP's idle workers spin by default, on the core that the reader needs. It looks once, when torch is loaded."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def warn(text: str) -> None:

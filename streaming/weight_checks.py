@@ -11,26 +11,27 @@ from layers.weights import ParamKind
 from streaming.plan import LoadItem
 
 logger = logging.getLogger(__name__)
+_Key = tuple[str, str]  # tensor, parameter
 
 
 class WeightChecks:
     """Gathers least and greatest of every tensor, part by part as they arrive; judged when the tensor is whole."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, list[torch.Tensor]] = {}
-        self._rows: dict[str, int] = {}
-        self._whole: list[tuple[LoadItem, str]] = []
+        self._parts: dict[_Key, list[torch.Tensor]] = {}
+        self._rows: dict[_Key, int] = {}
+        self._whole: list[tuple[LoadItem, _Key]] = []
         self.faults: list[str] = []
 
     def add(self, item: LoadItem, wide: torch.Tensor) -> None:
         """Look at one item's wide numbers: one pass, no wait for a device."""
         if item.param.kind is ParamKind.BIAS or wide.numel() == 0:
             return  # zeros are what a bias often is, and a bias is never quantized
-        name = item.tensor.name
-        self._parts.setdefault(name, []).append(torch.stack(torch.aminmax(wide)))
-        self._rows[name] = self._rows.get(name, 0) + item.rows[1] - item.rows[0]
-        if self._rows[name] >= item.tensor.shape[0]:
-            self._whole.append((item, name))
+        key = (item.tensor.name, item.param.name)  # a tied table may be read a second time, for a quantized head
+        self._parts.setdefault(key, []).append(torch.stack(torch.aminmax(wide)))
+        self._rows[key] = self._rows.get(key, 0) + item.rows[1] - item.rows[0]
+        if self._rows[key] >= item.tensor.shape[0]:
+            self._whole.append((item, key))
 
     def judge(self) -> Iterator[tuple[LoadItem, str]]:
         """New faults of tensors that are whole by now: an item of the tensor, and a line for people.
@@ -38,11 +39,12 @@ class WeightChecks:
         Waits for the device that holds the numbers.
         """
         while self._whole:
-            item, name = self._whole.pop(0)
-            if fault := fault_of(torch.stack(self._parts.pop(name)).double()):
-                line = f"{name} in {item.tensor.file.name} {fault}"
-                self.faults.append(line)
-                yield item, line
+            item, key = self._whole.pop(0)
+            if fault := fault_of(torch.stack(self._parts.pop(key)).double()):
+                line = f"{item.tensor.name} in {item.tensor.file.name} {fault}"
+                if line not in self.faults:
+                    self.faults.append(line)
+                    yield item, line
 
 
 def fault_of(extremes: torch.Tensor) -> str | None:

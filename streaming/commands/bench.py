@@ -20,6 +20,7 @@ from streaming.floor import evict, read_floor_s, warm
 from streaming.llm import LLM
 from streaming.options import LoadOptions
 from streaming.prepare import prepare
+from streaming.torch_import import import_torch
 
 KEYS = ("ttft_s", "from_load_s", "import_s", "load_s", "forward_s", "decode_tok_s", "peak_rss_mb")
 
@@ -52,7 +53,8 @@ def run_once(options: argparse.Namespace) -> dict[str, Any]:
     """One load and one prompt here and now."""
     clock = RunClock()
     if options.preimported:
-        import streaming.model  # noqa: F401  (torch and all that stands on it)
+        import_torch(whole=False)
+        import streaming.model  # noqa: F401  (all that stands on torch)
         from streaming.warm_up import warm_up
 
         warm_up()

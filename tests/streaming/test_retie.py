@@ -50,3 +50,15 @@ def test_equal_matrices_become_one_and_the_memory_of_the_other_is_given_back(
         assert readers[0].shared_nbytes <= kept - head.nbytes + (1 << 16)  # but for pages shared with neighbours
     assert first == again
     assert told == []
+
+
+def test_a_tied_table_serves_a_quantized_head_too(tiny_folder: Callable[[TinyModel], Path]) -> None:
+    """It is read twice, once for each; its faults are told once."""
+    told: list[str] = []
+    folder = tiny_folder(TinyModel(layers=1, tied=True))
+    with LLM(folder, quantization="int8_per_channel", quantize_head=True, hooks=Hooks(warn=told.append)) as llm:
+        llm.wait_loaded()
+        assert len(llm.complete([[5, 9]], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+        assert llm.shell.get_parameter("lm_head.weight").dtype.itemsize == 1
+        assert llm.shell.get_parameter("model.embed_tokens.weight").dtype.itemsize == 2
+    assert told == []
