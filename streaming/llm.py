@@ -17,28 +17,28 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from layers.sampling_params import SamplingParams
-from streaming.async_llm import AsyncLLM
 from streaming.clock import RunClock
 from streaming.errors import StreamClosedError
 from streaming.hooks import Hooks
 from streaming.interrupts import interrupt_kept
-from streaming.model_text import ModelText, Prompt
 from streaming.options import LoadOptions
 from streaming.prepare import Prepared, prepare
 from streaming.reader import Reader, ThreadReader, open_reader
-from streaming.tokenizer import Tokenizer
 from streaming.torch_import import import_torch
 from streaming.trace import Tracer
 
 if TYPE_CHECKING:
     from layers.decoder import DecoderModel
     from quant.kernels import Kernels
+    from streaming.async_llm import AsyncLLM
     from streaming.generate import Completion, Piece
     from streaming.model import StreamedModel
     from streaming.residency import LayerState
     from streaming.stats import Summary
+    from streaming.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+Prompt = str | Sequence[int]  # a text, or token ids
 _NO_HOOKS = Hooks()
 
 
@@ -94,8 +94,13 @@ async def open_llm(
 
     tracer, clock = Tracer(), RunClock(start_s=time.monotonic())
     prepared = await anyio.to_thread.run_sync(prepare, str(model), LoadOptions(**options))
-    with closing(reader_of(prepared)) as reader, closing(ModelText(prepared.checkpoint)) as text:
+    with ExitStack() as stack:
+        reader = stack.enter_context(closing(reader_of(prepared)))
         clock.once("load_begin_s")
+        from streaming.async_llm import AsyncLLM
+        from streaming.model_text import ModelText
+
+        text = stack.enter_context(closing(ModelText(prepared.checkpoint)))
         await anyio.to_thread.run_sync(bring_torch, tracer, clock)
         from streaming.model import run_model
 
@@ -145,6 +150,8 @@ class LLM:
         reader = stack.enter_context(closing(start_reader(self.prepared)))
         try:
             self.clock.once("load_begin_s")
+            from streaming.model_text import ModelText  # its modules are not needed before bytes are on their way
+
             self._text = stack.enter_context(closing(ModelText(prepared.checkpoint)))
             bring_torch(self.tracer, self.clock, leave=None if leave is None else partial(_leave, stack, leave))
             self._model = self._start(stack, reader, hooks)

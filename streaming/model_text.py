@@ -16,8 +16,7 @@ from streaming.tokenizer import Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
     from streaming.generate import Request
-
-Prompt = str | Sequence[int]
+    from streaming.llm import Prompt
 
 
 class ModelText:

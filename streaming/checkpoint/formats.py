@@ -12,7 +12,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 from streaming.checkpoint.folder import open_safetensors_file, open_safetensors_folder
-from streaming.checkpoint.gguf_model import open_gguf_file, open_gguf_folder
 from streaming.checkpoint.location import locate
 from streaming.checkpoint.members import CONSOLIDATED, GGUF, INDEX, PARAMS, PICKLES, SAFETENSORS, list_folder
 from streaming.checkpoint.tensors import Checkpoint
@@ -55,6 +54,8 @@ def _open_safetensors(path: Path) -> Checkpoint:
 
 
 def _open_gguf(path: Path) -> Checkpoint:
+    from streaming.checkpoint.gguf_model import open_gguf_file, open_gguf_folder  # a fifth of the start-up's imports
+
     if path.is_dir():
         return open_gguf_folder(path)
     if path.suffix != ".gguf":

@@ -15,8 +15,7 @@ from streaming.commands.run_files import add_file_options, check_file_options, w
 from streaming.commands.sampling_options import add_sampling_options, sampling_params
 from streaming.errors import OptionError
 from streaming.hooks import Hooks
-from streaming.llm import LLM
-from streaming.model_text import Prompt
+from streaming.llm import LLM, Prompt
 from streaming.prepare import Prepared, prepare
 from streaming.progress import Progress, Reached
 from streaming.stats import Summary, summary_lines

@@ -9,7 +9,6 @@ from streaming.clock import RunClock
 from streaming.errors import OptionError
 from streaming.sizes import format_size
 from streaming.stats import Summary
-from streaming.timeline import check_timeline_path, write_timeline
 from streaming.trace import Tracer, write_chrome_trace
 
 
@@ -23,6 +22,8 @@ def add_file_options(parser: argparse.ArgumentParser) -> None:
 def check_file_options(options: argparse.Namespace) -> None:
     """Refuse, before anything is read, files that cannot be written."""
     if options.timeline is not None:
+        from streaming.timeline import check_timeline_path
+
         check_timeline_path(options.timeline)
     for name, path in (("--trace", options.trace), ("--timeline", options.timeline)):
         if path is not None and not path.absolute().parent.is_dir():
@@ -35,6 +36,8 @@ def write_run_files(options: argparse.Namespace, tracer: Tracer, clock: RunClock
     if options.trace is not None:
         write_chrome_trace(tracer.spans(), options.trace, origin_s=clock.start_s, facts=dict(facts))
     if options.timeline is not None:
+        from streaming.timeline import write_timeline
+
         title = f"{options.model}: {options.quantization} weights on {options.device}"
         write_timeline(options.timeline, tracer.spans(), title=title, facts=facts, origin_s=clock.start_s)
 
