@@ -13,9 +13,9 @@ from layers.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from streaming.forward_thread import Job
     from streaming.generate import Completion, Piece
-    from streaming.llm import Prompt
     from streaming.model import StreamedModel
     from streaming.model_text import ModelText
+    from streaming.prompt import Prompt
     from streaming.residency import LayerState
     from streaming.stats import Summary
 

@@ -23,6 +23,7 @@ from streaming.hooks import Hooks
 from streaming.interrupts import interrupt_kept
 from streaming.options import LoadOptions
 from streaming.prepare import Prepared, prepare
+from streaming.prompt import Prompt
 from streaming.reader import Reader, ThreadReader, open_reader
 from streaming.torch_import import import_torch
 from streaming.trace import Tracer
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from streaming.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-Prompt = str | Sequence[int]  # a text, or token ids
+
 _NO_HOOKS = Hooks()
 
 

@@ -16,7 +16,7 @@ from streaming.tokenizer import Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
     from streaming.generate import Request
-    from streaming.llm import Prompt
+    from streaming.prompt import Prompt
 
 
 class ModelText:

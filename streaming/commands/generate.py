@@ -15,9 +15,10 @@ from streaming.commands.run_files import add_file_options, check_file_options, w
 from streaming.commands.sampling_options import add_sampling_options, sampling_params
 from streaming.errors import OptionError
 from streaming.hooks import Hooks
-from streaming.llm import LLM, Prompt
+from streaming.llm import LLM
 from streaming.prepare import Prepared, prepare
 from streaming.progress import Progress, Reached
+from streaming.prompt import Prompt
 from streaming.stats import Summary, summary_lines
 
 _REACHED = {"read": Reached.READ, "quantize": Reached.QUANTIZED, "publish": Reached.READY}
