@@ -21,10 +21,11 @@ from quant.cpu_features import CpuFeatures
 from quant.float8_blocks import BLOCK, multiply_blocks, scale_by_number
 from quant.float8_codec import EXPANDED, expand
 from quant.panels import InOrder, RunPanels, Workspace
-from quant.products import INT8_MULTIPLE, Expand, int8_rows, on_device, one_row, straight, stripwise
+from quant.products import INT8_MULTIPLE, Expand, int8_rows, on_device, one_row, straight, stripwise, turned
 
 STRIP_ROWS = 4  # rows of x from which widening a weight pays, where half precision has no instructions of its own
 NATIVE_ROWS = 16  # rows of x from which strips in bfloat16 are faster than in float32, where it has instructions
+TURNED_ROWS = 128  # rows of x up to which bfloat16 is faster with the weight on the left, where it has instructions
 INT8_ROWS = 15  # rows of x up to which torch's int8 product is the fastest
 
 
@@ -57,7 +58,9 @@ class Kernels:
         if not self._straight(rows, weight):
             out = stripwise(rows, weight, _copied(weight), None, bias, dtype=torch.float32, run=self.run)
         elif rows.shape[0] == 1 and weight.dtype == torch.bfloat16:
-            out = one_row(rows, weight, bias, run=self.run)
+            out = one_row(rows, weight, bias)
+        elif rows.shape[0] <= TURNED_ROWS and weight.dtype == torch.bfloat16 and self.features.native_bf16:
+            out = turned(rows, weight, bias, run=self.run)
         else:
             out = straight(rows, weight, bias, run=self.run)
         return out.view(*x.shape[:-1], weight.shape[0])

@@ -6,12 +6,11 @@ What the sizes decide is part of what defines a product's bits. Measured with ex
 from __future__ import annotations
 
 from functools import lru_cache
-from math import isqrt
 
 PANELS = 16  # at most: enough for as many threads, few enough that handing them out costs little
 LEAST_NBYTES = 1 << 19  # of a weight's panel: less is not worth a thread's while
 LEAST_LIBRARY_NBYTES = 3 << 19  # the same where oneDNN is called, which takes 30 microseconds to begin
-ONE_ROW_NBYTES = 3 << 18  # two panels from 4 of these on, four from 16, eight from 64
+LEAST_TURNED_NBYTES = 3 << 20  # the same with the weight on the left
 ROW_MULTIPLE = 32  # rows of a panel: whole tiles of the kernels
 STRIP_NBYTES = 1 << 20  # of a strip's wide form: with what it is made from it stays in the second-level cache
 LEAST_STRIP_ROWS = 32  # lower products are slow
@@ -27,18 +26,7 @@ def panel_bounds(
 
     Their number is a power of two, so that two or four threads get equal shares.
     """
-    return _panels(rows, rows * row_nbytes // least_nbytes, multiple)
-
-
-@lru_cache(maxsize=1024)
-def one_row_bounds(rows: int, row_nbytes: int) -> Bounds:
-    """The same for products of one row by a library: fewer, since each call takes 30 microseconds to begin, in which a
-    core reads half a megabyte."""
-    return _panels(rows, isqrt(rows * row_nbytes // ONE_ROW_NBYTES), ROW_MULTIPLE)
-
-
-def _panels(rows: int, worth: int, multiple: int) -> Bounds:
-    count = 1 << min(PANELS, max(1, worth)).bit_length() - 1
+    count = 1 << min(PANELS, max(1, rows * row_nbytes // least_nbytes)).bit_length() - 1
     return _runs(0, rows, _rounded_up(-(-rows // count), multiple))
 
 

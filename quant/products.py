@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from quant.panel_bounds import LEAST_LIBRARY_NBYTES, ROW_MULTIPLE, one_row_bounds, panel_bounds, strip_bounds
+from quant.panel_bounds import LEAST_LIBRARY_NBYTES, LEAST_TURNED_NBYTES, ROW_MULTIPLE, panel_bounds, strip_bounds
 from quant.panels import Panel, RunPanels, Workspace
 
 # Writes the numbers of weight rows [start, stop) into a strip buffer [stop - start, I].
@@ -37,18 +37,29 @@ def straight(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return out
 
 
-def one_row(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, run: RunPanels) -> torch.Tensor:
-    """The same for a single row: a dot product for each output, up to twice as fast as the general product."""
-    out = rows.new_empty(1, weight.shape[0])
-    row, sums = rows[0], out[0]
+def turned(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, run: RunPanels) -> torch.Tensor:
+    """The same with the weight on the left: a fifth to a third faster in bfloat16 from 2 to some 100 rows."""
+    out, columns = rows.new_empty(rows.shape[0], weight.shape[0]), rows.t().contiguous()
 
     def panel(start: int, stop: int) -> Panel:
         def compute(workspace: Workspace) -> None:
-            torch.mv(weight[start:stop], row, out=sums[start:stop])
+            sums = torch.mm(weight[start:stop], columns).t()
+            out[:, start:stop] = sums if bias is None else sums + bias[start:stop]
 
         return compute
 
-    run([panel(start, stop) for start, stop in one_row_bounds(weight.shape[0], _row_nbytes(weight))])
+    bounds = panel_bounds(weight.shape[0], _row_nbytes(weight), least_nbytes=LEAST_TURNED_NBYTES)
+    run([panel(start, stop) for start, stop in bounds])
+    return out
+
+
+def one_row(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The same for a single row in bfloat16: a dot product for each output, a fifth faster than the general product.
+
+    Without panels, as `int8_rows` and for its reason: each output is summed by one thread whatever their number
+    (compared for 1 to 16 threads). Not so in float32.
+    """
+    out = torch.mv(weight, rows[0])[None]
     return out if bias is None else out.add_(bias)
 
 
@@ -59,7 +70,7 @@ INT8_MULTIPLE = 16
 def int8_rows(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """rows bfloat16, weight int8 [O, I] with I a multiple of 16, scale float32 [O]; by torch's int8 product.
 
-    The one product without panels: torch's own threads, which are handed work faster, change no bits here, since each
+    Without panels: torch's own threads, which are handed work faster, change no bits here, since each
     of the operator's small tiles of outputs is computed whole by one of them (compared for 1 to 32 threads).
 
     It would take the scales, but only in bfloat16: eight bits of a scale are too few, so it gets ones, and scale and
