@@ -13,6 +13,9 @@ import torch
 from streaming.errors import StreamClosedError
 
 
+INTERRUPT_WAIT_S = 0.25
+
+
 class RequestCancelled(Exception):  # noqa: N818  (not an error: it ends what nobody waits for)
     """Raised inside the forward pass of a request that nobody waits for any more; never reaches the user."""
 
@@ -42,11 +45,20 @@ class Job:
 
     def next_result(self) -> Any:
         """The next thing that the work yields (blocking), or None at its end; raises the work's error."""
-        kind, value = self.out.get()
+        kind, value = self._taken()
         if kind == "error":
             self.tell(value)
             raise value
         return value
+
+    def _taken(self) -> tuple[str, Any]:
+        """An interrupt that comes just before the wait begins does not end it (the interpreter looks for signals, then
+        blocks); so the wait is short, and begun again."""
+        while True:
+            try:
+                return self.out.get(timeout=INTERRUPT_WAIT_S)
+            except queue.Empty:
+                continue
 
 
 class ForwardThread:

@@ -24,7 +24,8 @@ from streaming.interrupts import interrupt_kept
 from streaming.options import LoadOptions
 from streaming.prepare import Prepared, prepare
 from streaming.prompt import Prompt
-from streaming.reader import Reader, ThreadReader, open_reader
+from streaming.reader import Reader
+from streaming.reader_choice import start_reader
 from streaming.torch_import import import_torch
 from streaming.trace import Tracer
 
@@ -61,13 +62,6 @@ class LoadKeywords(TypedDict, total=False):
     check_weights: bool
     unwrap_names: bool
     revision: str | None
-
-
-def start_reader(prepared: Prepared) -> Reader:
-    """Begin to read the planned bytes, in whichever way the options name."""
-    if prepared.options.reader == "threads":
-        return ThreadReader(prepared.read_plan)
-    return open_reader(prepared.read_plan)
 
 
 def bring_torch(tracer: Tracer, clock: RunClock, *, leave: Callable[[], None] | None = None) -> None:

@@ -173,7 +173,7 @@ class Pipeline:
     def _quantize_now(self, work: _Work, item: LoadItem) -> _Work:
         assert work.wide is not None
         with self.device.working(), self._span("quantize", item):
-            store_item(item, work.wide, item_views(item, self.device.stored[item.param.name]))
+            store_item(item, work.wide, self.device.stored[item.param.name])
         moment = self.device.moment()
         self.device.await_moment(work.moment)  # the window's bytes are on the device: they may be overwritten
         return _Work(item, None, moment)

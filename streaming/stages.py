@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -35,9 +36,12 @@ def needs_decoding(item: LoadItem) -> bool:
 
 
 def item_views(item: LoadItem, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parts of a parameter's stored tensors that this item fills: rows of a section, with their scales."""
-    rows = item.param.sections[item.section].rows
-    if item.param.kind in (ParamKind.LINEAR, ParamKind.HEAD):
+    """The parts of a parameter's stored tensors that this item fills: rows of a section, with their scales.
+
+    An item of several sections has parts of its own for each of them where it is quantized (see `store_item`).
+    """
+    rows = sum(item.param.section_rows[item.section : item.section + item.sections])
+    if is_quantized(item):
         views = item.param.scheme.section_views(stored, item.param.section_rows, item.section)
         multiple = item.param.scheme.row_multiple
     else:
@@ -80,11 +84,25 @@ def _plain(raw: torch.Tensor, item: LoadItem) -> torch.Tensor:
     return raw.view(source)
 
 
-def store_item(item: LoadItem, wide: torch.Tensor, views: Mapping[str, torch.Tensor]) -> None:
-    """Put the wide numbers into their place: quantized where the parameter has a scheme, copied where not."""
-    if is_quantized(item):
-        item.param.scheme.quantize_into(wide, views)
+def store_item(item: LoadItem, wide: torch.Tensor, stored: Mapping[str, torch.Tensor]) -> None:
+    """Put the wide numbers into their place in the parameter's stored tensors: quantized, section by section, where it
+    has a scheme, copied where not."""
+    if not is_quantized(item):
+        (target,) = item_views(item, stored).values()
+        if target.data_ptr() != wide.data_ptr():
+            target.copy_(wide)
         return
-    (target,) = views.values()
-    if target.data_ptr() != wide.data_ptr():
-        target.copy_(wide)
+    for part, numbers in _sections(item, wide):
+        item.param.scheme.quantize_into(numbers, item_views(part, stored))
+
+
+def _sections(item: LoadItem, wide: torch.Tensor) -> Iterator[tuple[LoadItem, torch.Tensor]]:
+    if item.sections == 1:
+        yield item, wide
+        return
+    first = 0
+    for section in range(item.section, item.section + item.sections):
+        rows = item.param.section_rows[section]
+        part = replace(item, section=section, sections=1, section_rows=(0, rows))
+        yield part, wide[first : first + rows]
+        first += rows

@@ -42,6 +42,9 @@ def decode_into(info: TensorInfo, raw: ReadableBuffer | Tensor, out: Tensor, *, 
     heads (`info.row_unit`).
     """
     source = _source(raw)
+    if info.strides is not None:
+        _decode_strided(info, source, out)
+        return
     n_rows, unit, row_nbytes = out.shape[0], info.row_unit, info.row_nbytes
     if len(source) != n_rows * row_nbytes:
         raise ValueError(
@@ -64,6 +67,19 @@ def decode_into(info: TensorInfo, raw: ReadableBuffer | Tensor, out: Tensor, *, 
             out[start:stop].view(heads, 2, unit // 2, *info.shape[1:]).copy_(_halves(values, heads))
         else:
             out[start:stop].copy_(values)
+
+
+def _decode_strided(info: TensorInfo, source: memoryview | Tensor, out: Tensor) -> None:
+    """The whole of a tensor whose rows are no runs of bytes (a transposed one, a view that was saved as it was)."""
+    assert info.strides is not None
+    if len(source) != info.nbytes or tuple(out.shape) != info.shape:
+        raise ValueError(
+            f"tensor {info.name!r}: {list(info.shape)} of {info.nbytes} bytes is read whole, "
+            f"found {list(out.shape)} of {len(source)} bytes"
+        )
+    chunk = _chunk(source, 0, len(source), alignment=info.dtype.itemsize)
+    numbers = _plain(chunk, to_torch(info.dtype), big_endian=info.big_endian)
+    out.copy_(numbers.as_strided(info.shape, info.strides))
 
 
 def unpermute(rows: Tensor, *, heads: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ class TensorInfo:
     encoding: Encoding | None = None
     rope_heads: int = 0  # rows of each of this many heads are stored interleaved (GGUF's llama q/k) and are put right
     big_endian: bool = False
+    strides: tuple[int, ...] | None = None  # in elements, where numbers do not lie row after row: it is read whole
 
     @property
     def row_nbytes(self) -> int:
@@ -44,7 +45,10 @@ class TensorInfo:
 
     @property
     def row_unit(self) -> int:
-        """Rows are read and decoded in multiples of this many: a whole head where its rows are interleaved, else 1."""
+        """Rows are read and decoded in multiples of this many: a whole head where its rows are interleaved, the whole
+        tensor where its rows are no runs of bytes, else 1."""
+        if self.strides is not None:
+            return self.shape[0]
         return self.shape[0] // self.rope_heads if self.rope_heads else 1
 
     @property
@@ -55,7 +59,14 @@ class TensorInfo:
     @property
     def is_plain(self) -> bool:
         """Whether its bytes are its numbers, in this machine's order: no decoding, no permutation."""
-        return self.encoding is None and not self.rope_heads and not self.big_endian
+        return self.encoding is None and not self.rope_heads and not self.big_endian and self.strides is None
+
+    def transposed(self) -> TensorInfo:
+        """The same bytes as this tensor's transpose; it has two dims and its rows are runs of plain numbers."""
+        assert len(self.shape) == 2
+        assert self.is_plain or self.big_endian
+        rows, columns = self.shape
+        return replace(self, shape=(columns, rows), strides=(1, columns))
 
 
 @dataclass(frozen=True)
