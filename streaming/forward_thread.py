@@ -12,7 +12,6 @@ import torch
 
 from streaming.errors import StreamClosedError
 
-
 INTERRUPT_WAIT_S = 0.25
 
 
