@@ -16,7 +16,7 @@ from layers.sampling_params import SamplingParams
 from quant.registry import scheme_names
 from streaming import LLM, Summary
 from streaming.cli import parse_ids
-from streaming.llm import Prompt
+from streaming.prompt import Prompt
 from streaming.sizes import format_size
 
 HEAD = f"{'scheme':<18} {'kept':>10} {'loaded':>9} {'1st token':>10} {'tokens/s':>9} {'same':>5}  first tokens"

@@ -37,9 +37,9 @@ from streaming.commands.prompt_ids import seeded_ids
 from streaming.device import cuda_device
 from streaming.errors import OptionError
 from streaming.floor import read_floor_s, warm
-from streaming.llm import start_reader
 from streaming.prepare import prepare
 from streaming.reader import Reader
+from streaming.reader_choice import start_reader
 from streaming.trace import Span
 
 PROMPT_TOKENS, ANSWER_TOKENS = 32, 8
@@ -150,13 +150,11 @@ def judge_memory(run: Run, scheme: str) -> Claim:
 def check_speed(folder: Path, gpu: Gpu, *, rounds: int = 3) -> Claim:
     """Time to first token, files in the page cache, against the slower of reading and copying."""
     prepared = prepare(str(folder), LoadOptions(device=gpu.name))
-    warm(prepared.checkpoint.files)
+    files = [file for file in prepared.checkpoint.files if isinstance(file, Path)]
+    warm(files)
     nbytes = prepared.plan.read_nbytes
     copy_s = nbytes / copy_rate(gpu, [item.nbytes for item in prepared.plan.items])
-    measured = [
-        (read_floor_s(prepared.checkpoint.files), load_and_answer(folder, gpu, "none").summary.from_load_s)
-        for _ in range(rounds)
-    ]
+    measured = [(read_floor_s(files), load_and_answer(folder, gpu, "none").summary.from_load_s) for _ in range(rounds)]
     read_s = sorted(read for read, _ in measured)[rounds // 2]
     first_token_s = sorted(seconds or 0.0 for _, seconds in measured)[rounds // 2]
     return judge_speed(nbytes=nbytes, read_s=read_s, copy_s=copy_s, first_token_s=first_token_s)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from layers.model_config import ModelConfig, RopeConfig, RopeKind
     from layers.sampler import Sampler
     from layers.sampling_params import SamplingParams
-    from layers.weights import Dropped, LayerSpec, ParamKind, ParamSpec, Section, Stacked, Target, WeightMap
+    from layers.weights import Dropped, LayerSpec, ParamKind, ParamSpec, Rename, Section, Stacked, Target, WeightMap
 
 _NAMES = {
     "layers.architecture": ("is_optional_bias", "is_tied", "layer_specs"),
@@ -36,7 +36,7 @@ _NAMES = {
     "layers.sampler": ("Sampler",),
     "layers.sampling_params": ("SamplingParams",),
     "layers.weights": (
-        "Dropped", "LayerSpec", "ParamKind", "ParamSpec", "Section", "Stacked", "Target", "WeightMap",
+        "Dropped", "LayerSpec", "ParamKind", "ParamSpec", "Rename", "Section", "Stacked", "Target", "WeightMap",
     ),
 }  # fmt: skip
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
@@ -53,6 +53,7 @@ __all__ = [
     "ModelConfigError",
     "ParamKind",
     "ParamSpec",
+    "Rename",
     "RopeConfig",
     "RopeKind",
     "Sampler",

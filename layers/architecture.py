@@ -7,16 +7,41 @@ Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
-from layers.model_config import ModelConfig
+from layers.model_config import HeadNorm, MLPKind, ModelConfig, Residual
 from layers.weights import LayerSpec, ParamKind, ParamSpec, Section
 from quant.dtypes import DType
 from quant.scheme import Scheme
 
 EMBED_WEIGHT = "model.embed_tokens.weight"
 HEAD_WEIGHT = "lm_head.weight"
+HEAD_BIAS = "lm_head.bias"
 NORM_WEIGHT = "model.norm.weight"
+NORM_BIAS = "model.norm.bias"
+# The first layer adds the positions, so that the table is needed neither for nor before the embedding rows.
+POSITIONS_WEIGHT = "model.layers.0.embed_positions.weight"
+
+
+@dataclass(frozen=True)
+class NormPlaces:
+    """What the norms of a layer are called, by where they stand; None where there is none."""
+
+    before_attention: str | None = None
+    after_attention: str | None = None
+    before_mlp: str | None = None
+    after_mlp: str | None = None
+
+
+NORM_PLACES = {
+    Residual.PRE: NormPlaces(before_attention="input_layernorm", before_mlp="post_attention_layernorm"),
+    Residual.POST: NormPlaces(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm"),
+    Residual.SANDWICH: NormPlaces(
+        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    ),
+    Residual.PARALLEL: NormPlaces(before_attention="input_layernorm"),
+}
 
 
 class SchemeChoice(Protocol):
@@ -41,11 +66,12 @@ def layer_specs(
     make = _Params(dtype, policy)
     table = make.plain(EMBED_WEIGHT, (config.vocab_size, config.hidden_size), ParamKind.EMBEDDING)
     head = make.linear(HEAD_WEIGHT, (Section("", config.vocab_size),), config.hidden_size, ParamKind.HEAD)
-    norm = make.norm(NORM_WEIGHT, config.hidden_size)
+    head_bias = (make.bias(HEAD_BIAS, (Section("", config.vocab_size),)),) if config.head_bias else ()
+    norm = tuple(_norm(make, config, "model", "norm"))
     blocks = [LayerSpec(f"layers.{index}", tuple(_block(config, index, make))) for index in range(config.num_layers)]
     if not tied:
-        return (LayerSpec("embed", (table,)), *blocks, LayerSpec("head", (norm, head)))
-    last = (norm, table) if head.scheme.name == "none" else (norm, table, head)
+        return (LayerSpec("embed", (table,)), *blocks, LayerSpec("head", (*norm, *head_bias, head)))
+    last = (*norm, table) if head.scheme.name == "none" else (*norm, table, head)
     return (LayerSpec("embed", ()), *blocks, LayerSpec("head", last))
 
 
@@ -84,6 +110,9 @@ class _Params:
     def norm(self, name: str, size: int) -> ParamSpec:
         return self.plain(name, (size,), ParamKind.NORM)
 
+    def listed_norm(self, name: str, sections: tuple[Section, ...]) -> ParamSpec:
+        return self._spec(name, (sum(section.rows for section in sections),), sections, ParamKind.NORM)
+
     def plain(self, name: str, shape: tuple[int, ...], kind: ParamKind) -> ParamSpec:
         return self._spec(name, shape, (Section("", shape[0]),), kind)
 
@@ -94,19 +123,57 @@ class _Params:
 
 def _block(config: ModelConfig, index: int, make: _Params) -> Iterable[ParamSpec]:
     """One layer's parameters, in the order in which the forward pass meets them."""
-    prefix, width = f"model.layers.{index}", config.hidden_size
-    yield make.norm(f"{prefix}.input_layernorm.weight", width)
+    prefix, places = f"model.layers.{index}", NORM_PLACES[config.residual]
+    if config.learned_positions and index == 0:
+        shape = (config.learned_positions, config.hidden_size)
+        yield make.plain(POSITIONS_WEIGHT, shape, ParamKind.POSITIONS)
+    yield from _norm(make, config, prefix, places.before_attention)
+    yield from _attention(make, config, f"{prefix}.self_attn")
+    yield from _norm(make, config, prefix, places.after_attention)
+    yield from _norm(make, config, prefix, places.before_mlp)
+    yield from _mlp(make, config, f"{prefix}.mlp")
+    yield from _norm(make, config, prefix, places.after_mlp)
+
+
+def _norm(make: _Params, config: ModelConfig, prefix: str, name: str | None) -> Iterable[ParamSpec]:
+    if name is None:
+        return
+    yield make.norm(f"{prefix}.{name}.weight", config.hidden_size)
+    if config.norm_bias:
+        yield make.bias(f"{prefix}.{name}.bias", (Section("", config.hidden_size),))
+
+
+def _attention(make: _Params, config: ModelConfig, module: str) -> Iterable[ParamSpec]:
     qkv = (Section("q", config.q_rows), Section("k", config.kv_rows), Section("v", config.kv_rows))
-    yield from _linear(make, f"{prefix}.self_attn.qkv_proj", qkv, width, bias=config.qkv_bias)
+    yield from _linear(make, f"{module}.qkv_proj", qkv, config.hidden_size, bias=config.qkv_bias)
     if config.qk_norm:
-        yield make.norm(f"{prefix}.self_attn.q_norm.weight", config.head_dim)
-        yield make.norm(f"{prefix}.self_attn.k_norm.weight", config.head_dim)
-    out = (Section("", width),)
-    yield from _linear(make, f"{prefix}.self_attn.o_proj", out, config.q_rows, bias=config.o_bias)
-    yield make.norm(f"{prefix}.post_attention_layernorm.weight", width)
-    gate_up = (Section("gate", config.intermediate_size), Section("up", config.intermediate_size))
-    yield from _linear(make, f"{prefix}.mlp.gate_up_proj", gate_up, width, bias=config.mlp_bias)
-    yield from _linear(make, f"{prefix}.mlp.down_proj", out, config.intermediate_size, bias=config.mlp_bias)
+        yield _head_norm(make, config, f"{module}.q_norm.weight", config.num_heads)
+        yield _head_norm(make, config, f"{module}.k_norm.weight", config.num_kv_heads)
+    out = (Section("", config.hidden_size),)
+    yield from _linear(make, f"{module}.o_proj", out, config.q_rows, bias=config.o_bias)
+
+
+def _head_norm(make: _Params, config: ModelConfig, name: str, heads: int) -> ParamSpec:
+    match config.qk_norm_over:
+        case HeadNorm.SHARED:
+            return make.norm(name, config.head_dim)
+        case HeadNorm.OWN:
+            return make.plain(name, (heads, config.head_dim), ParamKind.NORM)
+        case HeadNorm.LISTED:
+            return make.listed_norm(name, tuple(Section(str(head), config.head_dim) for head in range(heads)))
+        case HeadNorm.WHOLE:
+            return make.norm(name, heads * config.head_dim)
+
+
+def _mlp(make: _Params, config: ModelConfig, module: str) -> Iterable[ParamSpec]:
+    width, inner = config.hidden_size, config.intermediate_size
+    if config.mlp is MLPKind.PLAIN:
+        yield from _linear(make, f"{module}.fc1", (Section("", inner),), width, bias=config.mlp_bias)
+        yield from _linear(make, f"{module}.fc2", (Section("", width),), inner, bias=config.mlp_bias)
+        return
+    gate_up = (Section("gate", inner), Section("up", inner))
+    yield from _linear(make, f"{module}.gate_up_proj", gate_up, width, bias=config.mlp_bias)
+    yield from _linear(make, f"{module}.down_proj", (Section("", width),), inner, bias=config.mlp_bias)
 
 
 def _linear(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from layers.config_fields import Fields, shown
@@ -10,6 +11,7 @@ from layers.errors import ModelConfigError, UnsupportedModelError
 from layers.family import Family
 from layers.model_config import ModelConfig, RopeConfig, RopeKind
 from layers.models import FAMILIES
+from layers.multimodal import MULTIMODAL_MODELS, MultimodalModel, find_multimodal, multimodal_map, text_fields
 from layers.weights import WeightMap
 
 __all__ = ["ModelConfig", "RopeConfig", "RopeKind", "family_of", "parse_config", "weight_map"]
@@ -23,9 +25,19 @@ def parse_config(raw: Mapping[str, Any], *, where: str = "config.json") -> Model
     if not isinstance(raw, Mapping):
         raise ModelConfigError(f"{where} must hold a JSON object, not {shown(raw)}")
     fields = Fields(raw, where)
-    family = _choose(fields)
     _refuse_quantized(fields)
-    return family.read_config(fields)
+    whole = find_multimodal(fields)
+    if whole is None:
+        return _choose(fields).read_config(fields)
+    return _read_text_part(whole, fields)
+
+
+def _read_text_part(whole: MultimodalModel, fields: Fields) -> ModelConfig:
+    """The text part of a multimodal model."""
+    inner, model_type = text_fields(whole, fields)
+    _refuse_quantized(inner)
+    family = next(family for family in FAMILIES if family.model_type == model_type)
+    return replace(family.read_config(inner), multimodal=whole.model_type)
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -35,7 +47,10 @@ def family_of(config: ModelConfig) -> Family:
 
 def weight_map(config: ModelConfig) -> WeightMap:
     """How this model's checkpoints name their tensors."""
-    return family_of(config).weight_map(config)
+    inner = family_of(config).weight_map(config)
+    if not config.multimodal:
+        return inner
+    return multimodal_map(next(whole for whole in MULTIMODAL_MODELS if whole.model_type == config.multimodal), inner)
 
 
 def _choose(fields: Fields) -> Family:
@@ -51,8 +66,13 @@ def _choose(fields: Fields) -> Family:
             return family
     raise UnsupportedModelError(
         f"{fields.where}: architectures {list(names)}, model_type {model_type!r}: not supported; known architectures: "
-        + ", ".join(f"{family.architectures[0]} ({family.model_type})" for family in FAMILIES)
+        + ", ".join(f"{architectures[0]} ({model_type})" for model_type, architectures in _known())
     )
+
+
+def _known() -> list[tuple[str, tuple[str, ...]]]:
+    families = [(family.model_type, family.architectures) for family in FAMILIES]
+    return families + [(whole.model_type, whole.architectures) for whole in MULTIMODAL_MODELS]
 
 
 def _refuse_quantized(fields: Fields) -> None:

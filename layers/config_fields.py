@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from layers.errors import ModelConfigError
@@ -14,10 +14,24 @@ LARGEST_NUMBER = 1e30
 
 @dataclass(frozen=True)
 class Fields:
-    """The keys of one JSON object. A key that is absent and a key that is null read the same, but for `has`."""
+    """The keys of one JSON object. A key that is absent and a key that is null read the same, but for `has`.
+
+    `called`: what the file calls a key, where that is not its usual name; for messages.
+    """
 
     raw: Mapping[str, Any]
     where: str = "config.json"
+    called: Mapping[str, str] = field(default_factory=dict)
+
+    def renamed(self, names: Mapping[str, str]) -> Fields:
+        """The same file read by other names: `names` maps the usual name of a key to the one in the file."""
+        found = {ours: self.raw[theirs] for ours, theirs in names.items() if theirs in self.raw}
+        called = {ours: theirs for ours, theirs in names.items() if theirs in self.raw or ours not in self.raw}
+        return Fields({**self.raw, **found}, self.where, {**self.called, **called})
+
+    def changed(self, values: Mapping[str, Any]) -> Fields:
+        """The same file with other values for some keys."""
+        return Fields({**self.raw, **values}, self.where, self.called)
 
     def has(self, key: str) -> bool:
         """Whether the key is there, null included."""
@@ -56,7 +70,7 @@ class Fields:
         if not isinstance(value, list):
             raise self.wrong(key, value, "a list of numbers")
         if len(value) != count:
-            raise ModelConfigError(f"{self.where}: {key} has {len(value)} numbers, {count} are needed")
+            raise ModelConfigError(f"{self.where}: {self._name(key)} has {len(value)} numbers, {count} are needed")
         return tuple(self._number(key, entry, above=0.0) for entry in value)
 
     def flag(self, key: str, *, default: bool) -> bool:
@@ -95,14 +109,17 @@ class Fields:
 
     def wrong(self, key: str, value: object, wanted: str) -> ModelConfigError:
         """The error for a value of the wrong kind."""
-        return ModelConfigError(f"{self.where}: {key} must be {wanted}, not {shown(value)}")
+        return ModelConfigError(f"{self.where}: {self._name(key)} must be {wanted}, not {shown(value)}")
 
     def _required(self, key: str, default: object) -> object:
         value = self.raw.get(key)
         if value is None and default is None:
             state = "is null" if key in self.raw else "is missing"
-            raise ModelConfigError(f"{self.where}: {key} {state}; the model cannot be built without it")
+            raise ModelConfigError(f"{self.where}: {self._name(key)} {state}; the model cannot be built without it")
         return default if value is None else value
+
+    def _name(self, key: str) -> str:
+        return self.called.get(key, key)
 
     def _int(self, key: str, value: object, *, least: int, largest: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= largest:

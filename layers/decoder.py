@@ -7,46 +7,91 @@ for each layer before it) or all of them with `forward`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 
 import torch
 from torch import nn
 
-from layers.architecture import EMBED_WEIGHT, HEAD_WEIGHT, NORM_WEIGHT
-from layers.attention import Attention
+from layers.architecture import (
+    EMBED_WEIGHT,
+    HEAD_BIAS,
+    HEAD_WEIGHT,
+    NORM_BIAS,
+    NORM_PLACES,
+    NORM_WEIGHT,
+    POSITIONS_WEIGHT,
+    NormPlaces,
+)  # fmt: skip
+from layers.attention import Attention, Scores
 from layers.batch import Batch
 from layers.context import StepContext
 from layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from layers.mlp import GatedMLP
-from layers.model_config import ModelConfig
-from layers.norm import RMSNorm
-from layers.rotary import Rope, RotaryEmbedding
+from layers.first_input import LearnedPositions, first_input
+from layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from layers.mlp import GatedMLP, PlainMLP
+from layers.model_config import HeadNorm, MLPKind, ModelConfig, Residual
+from layers.norm import LayerNormPerHead, make_norm
+from layers.rotary import Ropes, RotaryEmbedding
+from layers.softcap import soft_cap
 from layers.weights import LayerSpec, ParamSpec
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind its norm and added to what came in."""
+    """Attention and MLP between the norms that `places` names, each added to what came in, times `residual_scale`.
+
+    `embed_scale` and `embed_positions` are the first layer's (see layers.first_input).
+    """
 
     def __init__(
-        self, *, input_layernorm: RMSNorm, self_attn: Attention, post_attention_layernorm: RMSNorm, mlp: GatedMLP
+        self,
+        *,
+        norms: Mapping[str, nn.Module],
+        places: NormPlaces,
+        parallel: bool,
+        self_attn: Attention,
+        mlp: GatedMLP | PlainMLP,
+        residual_scale: float = 1.0,
+        embed_scale: float | None = None,
+        embed_positions: LearnedPositions | None = None,
     ) -> None:
         super().__init__()
-        self.input_layernorm = input_layernorm
+        for name, norm in norms.items():
+            self.add_module(name, norm)
+        self.places = places
+        self.parallel = parallel
         self.self_attn = self_attn
-        self.post_attention_layernorm = post_attention_layernorm
         self.mlp = mlp
+        self.residual_scale = residual_scale
+        self.embed_scale = embed_scale
+        self.embed_positions = embed_positions
 
-    def forward(self, hidden: torch.Tensor, batch: Batch, rope: Rope, ctx: StepContext) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, batch: Batch, rope: Ropes, ctx: StepContext) -> torch.Tensor:
         """hidden [T, D] -> [T, D]; the layer's keys and values are appended to the caches."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), batch, rope, ctx)
-        out: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden), ctx)
-        return out
+        hidden = first_input(hidden, batch, scale=self.embed_scale, positions=self.embed_positions)
+        normed = self._norm(self.places.before_attention, hidden)
+        mixed = self._norm(self.places.after_attention, self.self_attn(normed, batch, rope, ctx))
+        if self.parallel:
+            return self._add(self._add(hidden, mixed), self.mlp(normed, ctx))
+        hidden = self._add(hidden, mixed)
+        inner = self.mlp(self._norm(self.places.before_mlp, hidden), ctx)
+        return self._add(hidden, self._norm(self.places.after_mlp, inner))
+
+    def _norm(self, name: str | None, x: torch.Tensor) -> torch.Tensor:
+        if name is None:
+            return x
+        normed: torch.Tensor = self.get_submodule(name)(x)
+        return normed
+
+    def _add(self, hidden: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
+        return hidden + (change if self.residual_scale == 1.0 else change * self.residual_scale)
 
 
 class Trunk(nn.Module):
     """What checkpoints call `model`: the table, the layers, the last norm."""
 
-    def __init__(self, *, embed_tokens: VocabParallelEmbedding, layers: Sequence[DecoderLayer], norm: RMSNorm) -> None:
+    def __init__(
+        self, *, embed_tokens: VocabParallelEmbedding, layers: Sequence[DecoderLayer], norm: nn.Module
+    ) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
         self.layers = nn.ModuleList(layers)
@@ -61,7 +106,8 @@ class DecoderModel(nn.Module):
         self.config = config
         self.model = model
         self.lm_head = lm_head
-        self.rotary = RotaryEmbedding(config.rope)
+        self.rotary = None if config.rope is None else RotaryEmbedding(config.rope)
+        self.local_rotary = None if config.local_rope is None else RotaryEmbedding(config.local_rope)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -78,20 +124,26 @@ class DecoderModel(nn.Module):
         hidden: torch.Tensor = self.model.embed_tokens(token_ids, ctx)
         return hidden
 
-    def rope(self, batch: Batch) -> Rope:
+    def rope(self, batch: Batch) -> Ropes:
         """The angles of this step, for every layer. Needs no parameter; asked for before `batch.advance()`."""
-        return self.rotary(batch, dtype=self.dtype)
+        full = None if self.rotary is None else self.rotary(batch, dtype=self.dtype)
+        local = None if self.local_rotary is None else self.local_rotary(batch, dtype=self.dtype)
+        return Ropes(full, local)
 
     def head(self, hidden: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """hidden [n, D] (only the rows that are asked for) -> float32 logits [n, V].
 
         Rows of the head's parameters are awaited by `ctx.await_rows`, the last norm's included.
         """
-        ctx.await_rows(NORM_WEIGHT, self.config.hidden_size)
-        normed = self.model.norm(hidden)
-        if self.lm_head is None:
-            return self.model.embed_tokens.logits(normed, ctx)
-        return self.lm_head.logits(normed, ctx)
+        config = self.config
+        ctx.await_rows(NORM_WEIGHT, config.hidden_size)
+        if config.norm_bias:
+            ctx.await_rows(NORM_BIAS, config.hidden_size)
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        logits = head.logits(self.model.norm(hidden), ctx)
+        if config.logit_scale != 1.0:
+            logits.mul_(config.logit_scale)
+        return logits if config.logit_softcap is None else soft_cap(logits, cap=config.logit_softcap)
 
     def forward(self, batch: Batch, ctx: StepContext, *, rows: Sequence[int] | None = None) -> torch.Tensor:
         """Every step at once: float32 logits [len(rows), V] of those rows of the batch (None: all T of them)."""
@@ -133,34 +185,67 @@ def build_shell(config: ModelConfig, specs: Sequence[LayerSpec]) -> DecoderModel
     trunk = Trunk(
         embed_tokens=VocabParallelEmbedding(params[EMBED_WEIGHT]),
         layers=[_layer(config, index, params) for index in range(config.num_layers)],
-        norm=RMSNorm(params[NORM_WEIGHT], eps=config.rms_norm_eps),
+        norm=_norm(config, params, "model.norm"),
     )
     head = params.get(HEAD_WEIGHT)
-    return DecoderModel(config, model=trunk, lm_head=None if head is None else ParallelLMHead(head))
+    lm_head = None if head is None else ParallelLMHead(head, params.get(HEAD_BIAS))
+    return DecoderModel(config, model=trunk, lm_head=lm_head)
 
 
 def _layer(config: ModelConfig, index: int, params: Mapping[str, ParamSpec]) -> DecoderLayer:
-    prefix, eps = f"model.layers.{index}", config.rms_norm_eps
-    attention = Attention(
+    prefix, places = f"model.layers.{index}", NORM_PLACES[config.residual]
+    names = [name for name in astuple(places) if name is not None]
+    table = params.get(POSITIONS_WEIGHT) if index == 0 else None
+    return DecoderLayer(
+        norms={name: _norm(config, params, f"{prefix}.{name}") for name in names},
+        places=places,
+        parallel=config.residual is Residual.PARALLEL,
+        self_attn=_attention(config, index, params),
+        mlp=_mlp(config, params, f"{prefix}.mlp"),
+        residual_scale=config.residual_scale,
+        embed_scale=config.embed_scale if index == 0 else None,
+        embed_positions=None if table is None else LearnedPositions(table),
+    )
+
+
+def _attention(config: ModelConfig, index: int, params: Mapping[str, ParamSpec]) -> Attention:
+    module, window = f"model.layers.{index}.self_attn", config.sliding_windows[index]
+    return Attention(
         layer=index,
         head_dim=config.head_dim,
-        window=config.sliding_windows[index],
-        qkv_proj=QKVParallelLinear(*_weight_and_bias(params, f"{prefix}.self_attn.qkv_proj")),
-        o_proj=RowParallelLinear(*_weight_and_bias(params, f"{prefix}.self_attn.o_proj")),
-        q_norm=RMSNorm(params[f"{prefix}.self_attn.q_norm.weight"], eps=eps) if config.qk_norm else None,
-        k_norm=RMSNorm(params[f"{prefix}.self_attn.k_norm.weight"], eps=eps) if config.qk_norm else None,
+        scores=Scores(window, config.attention_scale, config.attention_softcap),
+        local=window is not None and config.local_rope is not None,
+        qkv_proj=QKVParallelLinear(*_weight_and_bias(params, f"{module}.qkv_proj")),
+        o_proj=RowParallelLinear(*_weight_and_bias(params, f"{module}.o_proj")),
+        q_norm=_head_norm(config, params, f"{module}.q_norm") if config.qk_norm else None,
+        k_norm=_head_norm(config, params, f"{module}.k_norm") if config.qk_norm else None,
+        whole=config.qk_norm_over is HeadNorm.WHOLE,
     )
-    mlp = GatedMLP(
-        gate_up_proj=MergedColumnParallelLinear(*_weight_and_bias(params, f"{prefix}.mlp.gate_up_proj")),
-        down_proj=RowParallelLinear(*_weight_and_bias(params, f"{prefix}.mlp.down_proj")),
+
+
+def _mlp(config: ModelConfig, params: Mapping[str, ParamSpec], module: str) -> GatedMLP | PlainMLP:
+    if config.mlp is MLPKind.PLAIN:
+        return PlainMLP(
+            fc1=ColumnParallelLinear(*_weight_and_bias(params, f"{module}.fc1")),
+            fc2=RowParallelLinear(*_weight_and_bias(params, f"{module}.fc2")),
+            activation=config.hidden_act,
+        )
+    return GatedMLP(
+        gate_up_proj=MergedColumnParallelLinear(*_weight_and_bias(params, f"{module}.gate_up_proj")),
+        down_proj=RowParallelLinear(*_weight_and_bias(params, f"{module}.down_proj")),
         activation=config.hidden_act,
     )
-    return DecoderLayer(
-        input_layernorm=RMSNorm(params[f"{prefix}.input_layernorm.weight"], eps=eps),
-        self_attn=attention,
-        post_attention_layernorm=RMSNorm(params[f"{prefix}.post_attention_layernorm.weight"], eps=eps),
-        mlp=mlp,
-    )
+
+
+def _norm(config: ModelConfig, params: Mapping[str, ParamSpec], module: str) -> nn.Module:
+    weight, bias = _weight_and_bias(params, module)
+    return make_norm(weight, bias, kind=config.norm, eps=config.rms_norm_eps)
+
+
+def _head_norm(config: ModelConfig, params: Mapping[str, ParamSpec], module: str) -> nn.Module:
+    if config.qk_norm_over in (HeadNorm.OWN, HeadNorm.LISTED):
+        return LayerNormPerHead(params[f"{module}.weight"], eps=config.rms_norm_eps)
+    return _norm(config, params, module)
 
 
 def _weight_and_bias(params: Mapping[str, ParamSpec], module: str) -> tuple[ParamSpec, ParamSpec | None]:

@@ -42,7 +42,9 @@ class Defaults:
     rms_norm_eps: float
     max_position_embeddings: int
     bos_token_id: int | None
-    eos_token_id: int | None
+    eos_token_id: int | tuple[int, ...] | None
+    tie_word_embeddings: bool = False
+    hidden_act: str = "silu"
 
 
 def read_decoder(
@@ -51,13 +53,16 @@ def read_decoder(
     model_type: str,
     architecture: str,
     heads: Heads,
-    rope: RopeConfig,
+    rope: RopeConfig | None,
     defaults: Defaults,
     biases: Biases,
     windows: tuple[int | None, ...],
     qk_norm: bool = False,
 ) -> ModelConfig:
-    """The configuration, from the shared keys and what the family resolved. Raises ModelConfigError."""
+    """The configuration, from the shared keys and what the family resolved. Raises ModelConfigError.
+
+    A family that differs in more (norms, residuals, scales) replaces those fields in what this returns.
+    """
     return ModelConfig(
         model_type=model_type,
         architecture=architecture,
@@ -69,19 +74,24 @@ def read_decoder(
         head_dim=heads.head_dim,
         vocab_size=fields.positive_int("vocab_size"),
         rms_norm_eps=fields.number("rms_norm_eps", default=defaults.rms_norm_eps),
-        hidden_act=_activation(fields),
+        hidden_act=read_activation(fields, default=defaults.hidden_act),
         qkv_bias=biases.qkv,
         o_bias=biases.o,
         mlp_bias=biases.mlp,
         qk_norm=qk_norm,
         sliding_windows=windows,
-        tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
-        max_position_embeddings=rope.max_position_embeddings,
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=defaults.tie_word_embeddings),
+        max_position_embeddings=read_length(fields, defaults),
         rope=rope,
         bos_token_id=_bos(fields, defaults),
         eos_token_ids=_eos(fields, defaults),
         dtype=_dtype(fields),
     )
+
+
+def read_length(fields: Fields, defaults: Defaults) -> int:
+    """The number of positions that the model is made for."""
+    return fields.positive_int("max_position_embeddings", default=defaults.max_position_embeddings)
 
 
 def read_depth(fields: Fields) -> int:
@@ -114,12 +124,16 @@ def _even_share(fields: Fields, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
-def read_windows(fields: Fields, *, window: int | None, first: int = 0) -> tuple[int | None, ...]:
-    """One window per layer: `layer_types` decides where it is given; else layers from `first` on have `window`."""
+def read_windows(
+    fields: Fields, *, window: int | None, first: int = 0, full_every: int | None = None
+) -> tuple[int | None, ...]:
+    """One window per layer: `layer_types` decides where it is given; else layers from `first` on have `window`, but
+    for every `full_every`-th layer."""
     depth = read_depth(fields)
     kinds = fields.texts("layer_types")
     if kinds is None:
-        return tuple(window if layer >= first else None for layer in range(depth))
+        full = [layer < first or (full_every is not None and (layer + 1) % full_every == 0) for layer in range(depth)]
+        return tuple(None if whole else window for whole in full)
     if len(kinds) != depth:
         raise ModelConfigError(f"{fields.where}: layer_types has {len(kinds)} entries, num_hidden_layers is {depth}")
     for layer, kind in enumerate(kinds):
@@ -136,11 +150,13 @@ def read_windows(fields: Fields, *, window: int | None, first: int = 0) -> tuple
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _activation(fields: Fields) -> str:
-    name = fields.text("hidden_act", default="silu")
+def read_activation(fields: Fields, *, default: str) -> str:
+    """The name of the MLP's activation."""
+    name = fields.text("hidden_act", default=default)
     if name not in ACTIVATION_NAMES:
         known = ", ".join(sorted(ACTIVATION_NAMES))
-        raise ModelConfigError(f"{fields.where}: hidden_act {name!r} is not known; known are {known}")
+        key = fields.called.get("hidden_act", "hidden_act")
+        raise ModelConfigError(f"{fields.where}: {key} {name!r} is not known; known are {known}")
     return name
 
 
@@ -151,7 +167,9 @@ def _bos(fields: Fields, defaults: Defaults) -> int | None:
 def _eos(fields: Fields, defaults: Defaults) -> tuple[int, ...]:
     if fields.has("eos_token_id"):
         return fields.int_list("eos_token_id") or ()
-    return () if defaults.eos_token_id is None else (defaults.eos_token_id,)
+    if isinstance(defaults.eos_token_id, int):
+        return (defaults.eos_token_id,)
+    return defaults.eos_token_id or ()
 
 
 def _dtype(fields: Fields) -> DType | None:

@@ -21,11 +21,15 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Source:
-    """The tensor that a section comes from: its name, the section's first row in it, and the rows it must have."""
+    """The tensor that a section comes from: its name, the section's first row in it, and the rows it must have.
+
+    `transposed`: the tensor's columns are those rows.
+    """
 
     name: str
     first: int
     total_rows: int
+    transposed: bool = False
 
 
 def fill_shell(
@@ -119,7 +123,7 @@ def _place(sources: dict[tuple[str, int], Source], name: str, target: Target, pa
     covered = param.section_rows[target.first : target.stop]
     first = 0
     for section, rows in enumerate(covered, start=target.first):
-        taken = sources.setdefault((param.name, section), Source(name, first, sum(covered)))
+        taken = sources.setdefault((param.name, section), Source(name, first, sum(covered), target.transposed))
         if taken.name != name:
             yield f"{name} and {taken.name} both fill {param.name}"
         first += rows
@@ -140,6 +144,8 @@ def _missing(sources: Mapping[tuple[str, int], Source], params: Mapping[str, Par
 
 def _rows(param: ParamSpec, section: int, source: Source, get_tensor: Callable[[str], torch.Tensor]) -> torch.Tensor:
     tensor = get_tensor(source.name)
+    if source.transposed and tensor.dim() == 2:
+        tensor = tensor.T.contiguous()
     wanted = (source.total_rows, *param.shape[1:])
     if tuple(tensor.shape) != wanted or not tensor.is_floating_point():
         raise WeightError(

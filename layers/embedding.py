@@ -41,9 +41,12 @@ class VocabParallelEmbedding(nn.Module):
 class ParallelLMHead(nn.Module):
     """An output projection of its own, wide or quantized."""
 
-    def __init__(self, weight: ParamSpec) -> None:
+    def __init__(self, weight: ParamSpec, bias: ParamSpec | None = None) -> None:
         super().__init__()
         declare(self, weight)
+        if bias is not None:
+            declare(self, bias)
+        self._bias_name = None if bias is None else bias.name
         self.scheme = weight.scheme
         self.param_name = weight.name
         self._stored_names = tuple(weight.storage())
@@ -54,13 +57,23 @@ class ParallelLMHead(nn.Module):
 
     def logits(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """x [n, D] -> float32 [n, V]."""
-        return project(x, self.stored(), param=self.param_name, scheme=self.scheme, ctx=ctx)
+        bias = None
+        if self._bias_name is not None:
+            bias = self.get_parameter("bias")
+            ctx.await_rows(self._bias_name, bias.shape[0])
+        return project(x, self.stored(), bias, param=self.param_name, scheme=self.scheme, ctx=ctx)
 
 
 def project(
-    x: torch.Tensor, stored: Mapping[str, torch.Tensor], *, param: str, scheme: Scheme, ctx: StepContext
+    x: torch.Tensor,
+    stored: Mapping[str, torch.Tensor],
+    bias: torch.Tensor | None = None,
+    *,
+    param: str,
+    scheme: Scheme,
+    ctx: StepContext,
 ) -> torch.Tensor:
-    """x [n, D] times the stored matrix [V, D], in chunks of rows in order: float32 [n, V].
+    """x [n, D] times the stored matrix [V, D], plus the bias [V], in chunks of rows in order: float32 [n, V].
 
     The products are made in x's dtype, as the reference makes them, and widened after.
     """
@@ -70,6 +83,7 @@ def project(
         stop = min(rows, start + CHUNK_ROWS)
         ctx.check()
         ctx.await_rows(param, stop)
+        added = None if bias is None else bias[start:stop]
         chunk = stored_rows(stored, row_multiple=scheme.row_multiple, start=start, stop=stop)
-        logits[:, start:stop] = scheme.linear(x, chunk, (stop - start,), None, kernels=ctx.kernels)
+        logits[:, start:stop] = scheme.linear(x, chunk, (stop - start,), added, kernels=ctx.kernels)
     return logits

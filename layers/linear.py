@@ -1,6 +1,6 @@
 """Linear layers that hold a weight in its stored form and leave the matmul to the weight's scheme.
 
-At tensor-parallel size 1 the three are the same matmul; they differ in how their output is cut into parts.
+At tensor-parallel size 1 all are the same matmul; they differ in how their output is cut into parts.
 T rows of activations, O output features, I input features.
 """
 
@@ -61,6 +61,14 @@ class MergedColumnParallelLinear(Linear):
     def forward(self, x: torch.Tensor, ctx: StepContext) -> tuple[torch.Tensor, ...]:
         """x [T, I] -> one [T, rows] view for each section."""
         return torch.split(self.product(x, ctx), list(self.sections), dim=-1)
+
+
+class ColumnParallelLinear(Linear):
+    """One projection away from the hidden size."""
+
+    def forward(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """x [T, I] -> [T, O]."""
+        return self.product(x, ctx)
 
 
 class RowParallelLinear(Linear):

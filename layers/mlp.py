@@ -1,8 +1,8 @@
-"""The gated feed-forward part of a layer. T tokens, D hidden size, I intermediate size."""
+"""The feed-forward part of a layer, gated or plain. T tokens, D hidden size, I intermediate size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import pi, sqrt
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from layers.context import StepContext
-from layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -38,6 +38,21 @@ class GatedMLP(nn.Module):
         return out
 
 
+class PlainMLP(nn.Module):
+    """fc2(act(fc1(x)))."""
+
+    def __init__(self, *, fc1: ColumnParallelLinear, fc2: RowParallelLinear, activation: str) -> None:
+        super().__init__()
+        self.fc1 = fc1
+        self.fc2 = fc2
+        self._act = ACTIVATIONS[activation]
+
+    def forward(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """x [T, D] -> [T, D]."""
+        out: torch.Tensor = self.fc2(activated(self.fc1(x, ctx), activation=self._act), ctx)
+        return out
+
+
 def gated(gate: torch.Tensor, up: torch.Tensor, *, activation: Activation) -> torch.Tensor:
     """activation(gate) * up, each [T, I], with the same bits for every number of threads.
 
@@ -49,14 +64,28 @@ def gated(gate: torch.Tensor, up: torch.Tensor, *, activation: Activation) -> to
     if gate.device.type != "cpu" or (activation is functional.silu and _cut_at_vectors(*gate.shape)):
         return activation(gate) * up
     out = torch.empty(gate.shape, dtype=gate.dtype)
-    count, width = gate.shape
+    for piece in uncut_pieces(*gate.shape):
+        torch.mul(activation(gate[piece]), up[piece], out=out[piece])
+    return out
+
+
+def activated(x: torch.Tensor, *, activation: Activation) -> torch.Tensor:
+    """activation(x) of x [T, I], with the same bits for every number of threads (see `gated`)."""
+    if x.device.type != "cpu" or (activation is functional.silu and _cut_at_vectors(*x.shape)):
+        return activation(x)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    for piece in uncut_pieces(*x.shape):
+        out[piece] = activation(x[piece])
+    return out
+
+
+def uncut_pieces(count: int, width: int) -> Iterator[tuple[slice, slice]]:
+    """Pieces of a [count, width] tensor, each small enough that torch gives it to one thread whole."""
     columns = min(width, LARGEST_UNCUT)
     rows = LARGEST_UNCUT // columns
     for top in range(0, count, rows):
         for left in range(0, width, columns):
-            piece = (slice(top, top + rows), slice(left, left + columns))
-            torch.mul(activation(gate[piece]), up[piece], out=out[piece])
-    return out
+            yield slice(top, top + rows), slice(left, left + columns)
 
 
 def _cut_at_vectors(count: int, width: int) -> bool:

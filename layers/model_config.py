@@ -7,7 +7,7 @@ from enum import Enum
 
 from quant.dtypes import DType
 
-# The activations of the gated MLP; `layers.mlp` has a function for each.
+# The activations of the MLP; `layers.mlp` has a function for each.
 ACTIVATION_NAMES = frozenset(
     {"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu"}
 )
@@ -24,12 +24,47 @@ class RopeKind(Enum):
     LONGROPE = "longrope"  # two sets of factors, chosen by the sequence's length
 
 
+class NormKind(Enum):
+    """What the norms of a model compute."""
+
+    RMS = "rms"  # x over its root mean square, rounded to the activations' dtype, times the weight
+    RMS_FLOAT32 = "rms float32"  # the same, rounded only after the weight
+    RMS_PLUS_ONE = "rms plus one"  # times (1 + weight), rounded only after that
+    LAYER = "layer"  # mean taken off and variance made one, times the weight
+
+
+class HeadNorm(Enum):
+    """What a norm of queries and keys, where there is one, takes its mean over, and which weights it has."""
+
+    SHARED = "shared"  # each head by itself, all heads with one weight [head_dim]
+    OWN = "own"  # each head by itself, with weights of its own: one matrix [heads, head_dim]
+    LISTED = "listed"  # the same, stored as a tensor [head_dim] for each head
+    WHOLE = "whole"  # all heads together, one weight [heads * head_dim]
+
+
+class Residual(Enum):
+    """Where a layer's norms stand and what is added to what."""
+
+    PRE = "pre"  # a norm before attention and one before the MLP, each added to what came in
+    POST = "post"  # a norm behind attention and one behind the MLP, before each is added
+    SANDWICH = "sandwich"  # both
+    PARALLEL = "parallel"  # one norm, whose output attention and MLP both get; both are added to what came in
+
+
+class MLPKind(Enum):
+    """The feed-forward part of a layer."""
+
+    GATED = "gated"  # down(act(gate(x)) * up(x))
+    PLAIN = "plain"  # fc2(act(fc1(x)))
+
+
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding. Fields that a kind does not use keep their defaults.
 
     `dim` of a head's `head_dim` numbers are rotated (fewer under `partial_rotary_factor`). `attention_factor`
-    multiplies cos and sin; it is resolved here for yarn and longrope, and 1.0 for the others.
+    multiplies cos and sin; it is resolved here for yarn and longrope, and 1.0 for the others. The two numbers that are
+    rotated together lie half of `dim` apart, or side by side where they are `interleaved`.
     """
 
     kind: RopeKind
@@ -47,6 +82,7 @@ class RopeConfig:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    interleaved: bool = False
     frequency_divisors: tuple[float, ...] = ()  # GGUF keeps llama3's scaling as one divisor for each frequency
 
 
@@ -55,7 +91,13 @@ class ModelConfig:
     """A decoder of the supported families.
 
     `sliding_windows` has one entry per layer: None attends to everything before, W to the last W positions (the
-    token's own included). `dtype` is None where the configuration names none.
+    token's own included). `dtype` is None where the configuration names none. `rms_norm_eps` is the epsilon of the
+    norms, of whatever kind. `multimodal` names the model whose text part this is.
+
+    Positions are told by `rope` (layers with a window use `local_rope` where there is one), or by a table of
+    `learned_positions` rows that the first layer adds to the embeddings; then `rope` is None. `embed_scale` multiplies
+    the embeddings, `residual_scale` what attention and MLP add, `logit_scale` the logits; None and 1.0 change nothing.
+    `attention_scale` stands for 1 / sqrt(head_dim). A softcap c turns x into c * tanh(x / c).
     """
 
     model_type: str
@@ -76,10 +118,25 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]
     tie_word_embeddings: bool
     max_position_embeddings: int
-    rope: RopeConfig
+    rope: RopeConfig | None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: DType | None
+    multimodal: str = ""
+    norm: NormKind = NormKind.RMS
+    norm_bias: bool = False
+    qk_norm_over: HeadNorm = HeadNorm.SHARED
+    residual: Residual = Residual.PRE
+    mlp: MLPKind = MLPKind.GATED
+    head_bias: bool = False
+    local_rope: RopeConfig | None = None
+    learned_positions: int = 0
+    embed_scale: float | None = None
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
 
     @property
     def q_rows(self) -> int:

@@ -1,16 +1,57 @@
-"""Root-mean-square normalization (Zhang and Sennrich 2019, arXiv:1910.07467), rounded where transformers rounds."""
+"""The norms, rounded where transformers rounds. Weights and biases are [D] unless another shape is named.
+
+Root-mean-square: Zhang and Sennrich 2019, arXiv:1910.07467. Layer norm: Ba et al. 2016, arXiv:1607.06450.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from layers.linear import declare
+from layers.model_config import NormKind
 from layers.weights import ParamSpec
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim: the quotient in float32, the product in x's dtype."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim; `kind` says where the product is rounded."""
+
+    def __init__(self, weight: ParamSpec, *, eps: float, kind: NormKind = NormKind.RMS) -> None:
+        super().__init__()
+        declare(self, weight)
+        self.eps = eps
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., D] -> the same shape and dtype."""
+        wide, weight = x.to(torch.float32), self.get_parameter("weight")
+        variance = wide.pow(2).mean(-1, keepdim=True)
+        normed = wide * torch.rsqrt(variance + self.eps)
+        if self.kind is NormKind.RMS_PLUS_ONE:
+            return (normed * (1.0 + weight.float())).to(x.dtype)
+        return weight * normed.to(x.dtype) if self.kind is NormKind.RMS else (weight * normed).to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim, float32 inside."""
+
+    def __init__(self, weight: ParamSpec, bias: ParamSpec | None, *, eps: float) -> None:
+        super().__init__()
+        declare(self, weight)
+        if bias is not None:
+            declare(self, bias)
+        self.eps = eps
+        self._has_bias = bias is not None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., D] -> the same shape and dtype."""
+        weight, bias = self.get_parameter("weight"), self.get_parameter("bias") if self._has_bias else None
+        return functional.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
+
+
+class LayerNormPerHead(nn.Module):
+    """A layer norm of each head with a weight of its own: [heads, head_dim], or one head's after the other."""
 
     def __init__(self, weight: ParamSpec, *, eps: float) -> None:
         super().__init__()
@@ -18,7 +59,13 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., D] -> the same shape and dtype."""
-        wide = x.to(torch.float32)
-        variance = wide.pow(2).mean(-1, keepdim=True)
-        return self.get_parameter("weight") * (wide * torch.rsqrt(variance + self.eps)).to(x.dtype)
+        """x [T, heads, head_dim] -> the same shape and dtype."""
+        normed = functional.layer_norm(x.float(), x.shape[-1:], None, None, self.eps)
+        return (normed * self.get_parameter("weight").float().view(x.shape[-2:])).to(x.dtype)
+
+
+def make_norm(weight: ParamSpec, bias: ParamSpec | None, *, kind: NormKind, eps: float) -> nn.Module:
+    """The norm of this kind."""
+    if kind is NormKind.LAYER:
+        return LayerNorm(weight, bias, eps=eps)
+    return RMSNorm(weight, eps=eps, kind=kind)

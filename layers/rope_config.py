@@ -26,20 +26,25 @@ def read_rope(
     head_dim: int,
     max_position_embeddings: int,
     original_default: int | None = None,
+    theta_default: float = DEFAULT_THETA,
+    partial_default: float = 1.0,
     aliases: Mapping[str, str] = ALIASES,
 ) -> RopeConfig:
     """The rotary settings of a model whose heads are `head_dim` wide.
 
-    `original_default` stands in for a missing `original_max_position_embeddings` (else max_position_embeddings).
+    `original_default` stands in for a missing `original_max_position_embeddings` (else max_position_embeddings),
+    `theta_default` and `partial_default` for a missing `rope_theta` and `partial_rotary_factor`.
     Raises ModelConfigError for an unknown kind and for missing or impossible values.
     """
     raw = _merged(fields)
     inner = Fields(raw, where=f"{fields.where}: {_source_key(fields)}")
     kind = _kind(inner, aliases)
     theta = inner.optional_number("rope_theta", above=1.0) or fields.number(
-        "rope_theta", default=DEFAULT_THETA, above=1.0
+        "rope_theta", default=theta_default, above=1.0
     )
-    partial = inner.optional_number("partial_rotary_factor") or fields.number("partial_rotary_factor", default=1.0)
+    partial = inner.optional_number("partial_rotary_factor") or fields.number(
+        "partial_rotary_factor", default=partial_default
+    )
     original = (
         fields.optional_int("original_max_position_embeddings")
         or inner.optional_int("original_max_position_embeddings")

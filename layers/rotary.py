@@ -21,15 +21,31 @@ class Rope:
 
     cos: torch.Tensor
     sin: torch.Tensor
+    interleaved: bool = False
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, heads, head_dim] with its first R numbers of each head rotated; pairs lie R/2 apart."""
+        """x [T, heads, head_dim] with its first R numbers of each head rotated; pairs lie R/2 apart, or side by side
+        where they are interleaved."""
         size = self.cos.shape[-1]
         part = x[..., :size]
-        first, second = part[..., : size // 2], part[..., size // 2 :]
         cos, sin = self.cos.unsqueeze(1), self.sin.unsqueeze(1)
-        turned = part * cos + torch.cat((-second, first), dim=-1) * sin
+        turned = part * cos + self._crossed(part) * sin
         return turned if size == x.shape[-1] else torch.cat((turned, x[..., size:]), dim=-1)
+
+    def _crossed(self, part: torch.Tensor) -> torch.Tensor:
+        """Each number's partner, the first of a pair's with its sign turned."""
+        if self.interleaved:
+            return torch.stack((-part[..., 1::2], part[..., 0::2]), dim=-1).flatten(-2)
+        half = part.shape[-1] // 2
+        return torch.cat((-part[..., half:], part[..., :half]), dim=-1)
+
+
+@dataclass(frozen=True)
+class Ropes:
+    """What a step's layers rotate by: those with a window by `local`, all others by `full`. None rotates nothing."""
+
+    full: Rope | None
+    local: Rope | None
 
 
 class RotaryEmbedding:
@@ -47,22 +63,23 @@ class RotaryEmbedding:
         """
         angles = torch.cat(
             [
-                _angles(batch.positions[sequence.start : sequence.stop], self._frequencies(sequence.length))
+                self._angles(batch.positions[sequence.start : sequence.stop], self._frequencies(sequence.length))
                 for sequence in batch.sequences
             ]
         )
         scale = self.config.attention_factor
-        return Rope((angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype))
+        return Rope((angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype), self.config.interleaved)
 
     def _frequencies(self, length: int) -> torch.Tensor:
         if self.config.kind not in (RopeKind.DYNAMIC, RopeKind.LONGROPE):
             return self._base
         return inverse_frequencies(self.config, length=length)
 
-
-def _angles(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-    products = positions[:, None].float() * frequencies.to(positions.device)  # [T, R/2]
-    return torch.cat((products, products), dim=-1)
+    def _angles(self, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+        products = positions[:, None].float() * frequencies.to(positions.device)  # [T, R/2]
+        if self.config.interleaved:
+            return products.repeat_interleave(2, dim=-1)
+        return torch.cat((products, products), dim=-1)
 
 
 def inverse_frequencies(config: RopeConfig, *, length: int) -> torch.Tensor:

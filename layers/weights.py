@@ -8,10 +8,12 @@ plan joins the two from file headers alone; nothing here imports torch.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
 
+from layers.errors import WeightError
 from quant.dtypes import DType
 from quant.scheme import Scheme, StoredSpec
 
@@ -22,6 +24,7 @@ class ParamKind(Enum):
     LINEAR = "linear"  # a projection inside a layer: quantized when a scheme is asked for
     HEAD = "head"  # the output projection: quantized only when that is asked for by name
     EMBEDDING = "embedding"  # looked up by row, wide
+    POSITIONS = "positions"  # the table of learned positions, wide
     NORM = "norm"  # wide
     BIAS = "bias"  # wide
 
@@ -77,11 +80,15 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint tensor goes: a parameter, and the run of its sections [first, stop) that the tensor covers."""
+    """Where a checkpoint tensor goes: a parameter, and the run of its sections [first, stop) that the tensor covers.
+
+    `transposed`: a matrix is stored [in, out] there, which is not how parameters are kept.
+    """
 
     param: str
     first: int = 0
     stop: int = 1
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,50 +100,143 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Stacked:
-    """A module of the checkpoint that is one section (or a run of them) of a fused parameter: q_proj -> qkv_proj[0]."""
+    """A module of the checkpoint that is one section (or a run of them) of a fused parameter: q_proj -> qkv_proj[0].
+
+    Raises WeightError for what is no run of sections.
+    """
 
     source: str
     target: str
     first: int
     stop: int
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.first < self.stop:
+            raise WeightError(f"{self.source} -> {self.target}: [{self.first}, {self.stop}) is no run of parts")
+
+
+@dataclass(frozen=True)
+class Rename:
+    """A part of a name and what stands there instead; None drops the tensor, with the reason."""
+
+    source: str
+    target: str | None
+    reason: str = ""
+
+
+RegexRule = tuple[re.Pattern[str], str | None, str]
+"""A regular expression, what its first match becomes (None drops the tensor), and the reason."""
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 @dataclass(frozen=True)
 class WeightMap:
-    """How a family's checkpoint names become parameter names.
+    """How a family's checkpoint names become parameter names: five kinds of rule, in the order of the fields.
 
-    Rules in their order: `renames` (regular expression -> replacement; None drops, with the reason), then `stacked`
-    by the last module of the name. What no rule touches keeps its name. Layers from `num_layers` on are dropped
-    (heads that predict further tokens are stored so).
+    1. `structure`: a leading run of whole modules, "*" for any one of them ("transformer.h.*.attn" ->
+       "model.layers.*.self_attn"); the first rule that fits applies.
+    2. `renames`: regular expressions, one after the other.
+    3. `substrings`, one after the other: the first occurrence is replaced.
+    4. `stacked`: the last module of the name is a part of a fused parameter; the first rule that fits applies.
+    5. `prefixes`, then `suffixes`, of what has come of it; of each, the first that fits applies.
+
+    What no rule touches keeps its name. Besides: tensors under one of the `unused` prefixes (prefix, reason) are
+    dropped by their checkpoint name, before any rule; layers from `num_layers` on are dropped (heads that predict
+    further tokens are stored so). `transposed`: patterns of the parameters whose checkpoint tensor is [in, out].
     """
 
-    renames: tuple[tuple[re.Pattern[str], str | None, str], ...] = field(default=())
+    structure: tuple[Rename, ...] = ()
+    renames: tuple[RegexRule, ...] = ()
+    substrings: tuple[Rename, ...] = ()
     stacked: tuple[Stacked, ...] = ()
+    prefixes: tuple[Rename, ...] = ()
+    suffixes: tuple[Rename, ...] = ()
+    unused: tuple[tuple[str, str], ...] = ()
     num_layers: int | None = None
-
-    def rename(self, name: str) -> str | Dropped:
-        """The rename-only view: no stacking; used to look up modules that a configuration calls by checkpoint names."""
-        for pattern, replacement, reason in self.renames:
-            if pattern.search(name):
-                if replacement is None:
-                    return Dropped(reason)
-                name = pattern.sub(replacement, name, count=1)
-        layer = _LAYER.match(name)
-        if layer and self.num_layers is not None and int(layer[1]) >= self.num_layers:
-            return Dropped(f"layer {layer[1]} lies beyond num_hidden_layers = {self.num_layers}")
-        return name
+    transposed: tuple[re.Pattern[str], ...] = ()
 
     def locate(self, name: str) -> Target | Dropped:
         """Where the checkpoint tensor `name` goes."""
-        renamed = self.rename(name)
+        for prefix, reason in self.unused:
+            if name.startswith(prefix):
+                return Dropped(reason)
+        renamed = self._before_stacking(name)
         if isinstance(renamed, Dropped):
             return renamed
-        module, _, leaf = renamed.rpartition(".")
+        stacked, first, stop = self._stack(renamed)
+        param = self._after_stacking(stacked)
+        if isinstance(param, Dropped):
+            return param
+        layer = _LAYER.match(param)
+        if layer and self.num_layers is not None and int(layer[1]) >= self.num_layers:
+            return Dropped(f"layer {layer[1]} lies beyond num_hidden_layers = {self.num_layers}")
+        return Target(param, first, stop, transposed=any(pattern.search(param) for pattern in self.transposed))
+
+    def rename(self, name: str) -> str:
+        """The rename-only view, no stacking and no drops: for modules that a configuration calls as checkpoints do."""
+        kept = replace(
+            self, structure=_kept(self.structure), renames=tuple(rule for rule in self.renames if rule[1] is not None),
+            substrings=_kept(self.substrings), prefixes=_kept(self.prefixes), suffixes=_kept(self.suffixes),
+        )  # fmt: skip
+        before = kept._before_stacking(name)
+        assert isinstance(before, str)
+        after = kept._after_stacking(before)
+        assert isinstance(after, str)
+        return after
+
+    def _before_stacking(self, name: str) -> str | Dropped:
+        found = _restructured(name, self.structure)
+        if isinstance(found, Dropped):
+            return found
+        for pattern, replacement, reason in self.renames:
+            if pattern.search(found):
+                if replacement is None:
+                    return Dropped(reason)
+                found = pattern.sub(replacement, found, count=1)
+        for rule in self.substrings:
+            if rule.source in found:
+                if rule.target is None:
+                    return Dropped(rule.reason)
+                found = found.replace(rule.source, rule.target, 1)
+        return found
+
+    def _stack(self, name: str) -> tuple[str, int, int]:
+        module, _, leaf = name.rpartition(".")
         parent, _, last = module.rpartition(".")
         for rule in self.stacked:
             if rule.source == last:
-                return Target(f"{parent}.{rule.target}.{leaf}", rule.first, rule.stop)
-        return Target(renamed)
+                return f"{parent}.{rule.target}.{leaf}", rule.first, rule.stop
+        return name, 0, 1
+
+    def _after_stacking(self, name: str) -> str | Dropped:
+        rule = next((rule for rule in self.prefixes if name.startswith(rule.source)), None)
+        if rule is not None:
+            if rule.target is None:
+                return Dropped(rule.reason)
+            name = rule.target + name[len(rule.source) :]
+        rule = next((rule for rule in self.suffixes if name.endswith(rule.source)), None)
+        if rule is not None:
+            if rule.target is None:
+                return Dropped(rule.reason)
+            name = name[: len(name) - len(rule.source)] + rule.target
+        return name
+
+
+def _kept(rules: Sequence[Rename]) -> tuple[Rename, ...]:
+    return tuple(rule for rule in rules if rule.target is not None)
+
+
+def _restructured(name: str, rules: Sequence[Rename]) -> str | Dropped:
+    """The name with its leading modules as the first rule that fits has them."""
+    modules = name.split(".") if rules else []
+    for rule in rules:
+        source = rule.source.split(".")
+        if len(source) > len(modules) or any(s not in ("*", m) for s, m in zip(source, modules, strict=False)):
+            continue
+        if rule.target is None:
+            return Dropped(rule.reason)
+        starred = iter([m for s, m in zip(source, modules, strict=False) if s == "*"])
+        target = [next(starred) if part == "*" else part for part in rule.target.split(".") if part]
+        return ".".join([*target, *modules[len(source) :]])
+    return name

@@ -20,7 +20,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class QuantPolicy:
-    """The rules, in order; what none of them names stays wide. Kinds: linear, head, embedding, norm, bias."""
+    """The rules, in order; what none of them names stays wide. Kinds: linear, head, embedding,
+    positions, norm, bias."""
 
     rules: tuple[Rule, ...] = ()
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from streaming.options import LoadOptions
     from streaming.prepare import Prepared
     from streaming.residency import LayerState
+    from streaming.sources import Source
     from streaming.stats import Summary
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "Piece",
     "Prepared",
     "SamplingParams",
+    "Source",
     "StreamClosedError",
     "StreamedModel",
     "StreamingError",
@@ -73,6 +75,7 @@ _HOMES = {
     "Piece": "streaming.generate",
     "Prepared": "streaming.prepare",
     "SamplingParams": "layers.sampling_params",
+    "Source": "streaming.sources",
     "StreamedModel": "streaming.model",
     "Summary": "streaming.stats",
     "open_llm": "streaming.llm",

@@ -30,11 +30,13 @@ class Budget:
     cache_nbytes: int
     limit_nbytes: int | None = None
     packed_nbytes: int = 0
+    file_nbytes: int = 0  # the whole file that is held while it is cut up (the eager strategy)
 
     @property
     def peak_nbytes(self) -> int:
         """The most that is held at once by the model itself; the interpreter's own memory is not in it."""
-        return self.kept_nbytes + self.window_nbytes + self.convert_nbytes + self.cache_nbytes + self.packed_nbytes
+        held = self.kept_nbytes + self.window_nbytes + self.convert_nbytes + self.cache_nbytes
+        return held + self.packed_nbytes + self.file_nbytes
 
 
 def make_budget(
@@ -44,19 +46,23 @@ def make_budget(
     cache_nbytes: int,
     limit_nbytes: int | None = None,
     packs: bool = False,
+    file_nbytes: int = 0,
 ) -> Budget:
     """The budget of a plan; `packs`: with packed copies. Raises BudgetError when the limit is too small, with what is
     needed."""
     window = choose_window(plan) if window_nbytes is None else window_nbytes
     staged = sum(item.nbytes for item in plan.items if not item.direct)
     packed = copies_nbytes(plan) if packs else 0
-    budget = Budget(plan.kept_nbytes, min(window, staged), convert_nbytes(plan), cache_nbytes, limit_nbytes, packed)
+    budget = Budget(
+        plan.kept_nbytes, min(window, staged), convert_nbytes(plan), cache_nbytes, limit_nbytes, packed, file_nbytes
+    )  # fmt: skip
     if limit_nbytes is not None and budget.peak_nbytes > limit_nbytes:
         raise BudgetError(
             f"--memory {format_size(limit_nbytes)} is too small: {format_size(budget.peak_nbytes)} are needed "
             f"({format_size(budget.kept_nbytes)} of weights, {format_size(budget.window_nbytes)} of window, "
             f"{format_size(budget.convert_nbytes)} for conversion, {format_size(cache_nbytes)} of KV cache"
-            f"{f', {format_size(packed)} of packed copies' if packed else ''}); "
+            f"{f', {format_size(packed)} of packed copies' if packed else ''}"
+            f"{f', {format_size(file_nbytes)} for the largest file, read whole' if file_nbytes else ''}); "
             "try --quantization, a smaller --window or a smaller --max-model-len"
             f"{', or leave out --kernels fast' if packed else ''}"
         )

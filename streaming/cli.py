@@ -18,7 +18,9 @@ from typing import Any, NoReturn
 from layers.errors import LogitsError, ModelConfigError, WeightError
 from quant.errors import QuantError
 from streaming.errors import OptionError, StreamingError
-from streaming.options import DTYPES, KERNELS, READERS, STRATEGIES, LoadOptions
+from streaming.options import DTYPES, KERNELS, READERS, LoadOptions
+from streaming.read_strategy import STRATEGIES
+from streaming.sources import parse_source
 
 COMMANDS = {
     "generate": "stream a model in and print its answer as it comes",
@@ -27,8 +29,11 @@ COMMANDS = {
     "inspect": "tensors, shapes, dtypes, and which parameter each one feeds",
     "logits": "float32 logits of every position, into a .npy file",
     "verify": "streamed equals resident: every stored tensor, every layer's output, the logits",
+    "save-shards": "load once and write what is stored; --load-format sharded_state reads it straight into place",
     "bench": "cold and warm time to first token against the measured floor",
+    "download": "fetch a model into the hub's cache, so that a load finds it there",
 }
+OWN_OPTIONS = ("download",)  # commands that load nothing
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,7 +50,9 @@ def run(arguments: Sequence[str]) -> int:
         command = next((word for word in arguments if not word.startswith("-")), None)
         options = make_parser(command if command in COMMANDS else None).parse_args(arguments)
         _set_up_logging()
-        status: int = import_module(f"streaming.commands.{options.command}").run(options)
+        if options.command not in OWN_OPTIONS:
+            _fetch_first(options)
+        status: int = _module_of(options.command).run(options)
         return status
     except KeyboardInterrupt:
         return _fail("interrupted", options)
@@ -110,9 +117,23 @@ def make_parser(chosen: str | None = None) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if chosen not in (None, name):
             continue
-        add_load_options(command)
-        import_module(f"streaming.commands.{name}").add_options(command)
+        if name not in OWN_OPTIONS:
+            add_load_options(command)
+        _module_of(name).add_options(command)
+        add_output_options(command)
     return parser
+
+
+def _module_of(command: str) -> Any:
+    return import_module(f"streaming.commands.{command.replace('-', '_')}")
+
+
+def _fetch_first(options: argparse.Namespace) -> None:
+    """A hub id that is not here yet, with its progress shown; nothing where the model is a path."""
+    if not os.path.lexists(options.model) and "/" in options.model:
+        from streaming.commands.transfer_line import fetch_first
+
+        fetch_first(options)
 
 
 class _Version(argparse.Action):
@@ -135,7 +156,7 @@ class _Version(argparse.Action):
 def add_load_options(parser: argparse.ArgumentParser) -> None:
     """The options of LoadOptions, shared by all commands."""
     parser.add_argument(
-        "model", metavar="MODEL", help="a folder, a weights file, a hub id owner/name[@revision], or 'demo'"
+        "model", metavar="MODEL", help="a folder, a weights file, a hub id owner/name[@revision], an address, or 'demo'"
     )
     add = parser.add_argument_group("loading").add_argument
     add("--quantization", default="none", metavar="SCHEME", help="quantize while loading, e.g. fp8_per_channel")
@@ -147,12 +168,25 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer together")
     add("--kernels", default="default", metavar="MODE", help=f"{', '.join(KERNELS)}; fast has other bits")
     add("--threads", type=int, metavar="N", help="compute threads once loaded (default: all cores)")
-    add("--load-format", default="auto", metavar="FORMAT", help="auto, hf, safetensors or gguf")
+    add("--load-format", default="auto", metavar="FORMAT", help="auto, hf, safetensors, pt, npcache, gguf, mistral, "
+        "sharded_state, dummy, remote, tensorizer, runai_streamer or fastsafetensors")  # fmt: skip
     add("--safetensors-load-strategy", metavar="NAME", help=f"how files are read: {', '.join(STRATEGIES)}")
+    add("--safetensors-prefetch-num-threads", type=int, metavar="N", help="of prefetch (8)")
+    add("--safetensors-prefetch-block-size", metavar="SIZE", help="of prefetch (16MiB)")
+    add("--model-loader-extra-config", metavar="JSON", help="enable_multithread_load, num_threads and others")
     add("--reader", default="process", metavar="KIND", help=f"who reads: {', '.join(READERS)}")
     add("--check-weights", action="store_true", help="non-finite or all-zero weights are an error, not a warning")
-    add("--unwrap-names", action="store_true", help="take away what a wrapper put before every tensor name")
     add("--revision", metavar="REV", help="of a hub id")
+    add(
+        "--source", action="append", type=parse_source, default=[], dest="sources", metavar="SOURCE",
+        help="more weights: PATH[@REV][=PREFIX[,PATTERN...]], PREFIX put before its names; may be given several times",
+    )  # fmt: skip
+    add("--remote-cache", metavar="DIR", help="keep the files of a remote model there, for the next load")
+    add("--seed", type=int, metavar="N", help="of sampling (a run can be repeated), and of made-up weights")
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """What every command has."""
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object on stdout and nothing else")
     add("--quiet", action="store_true", help="no progress, no summary")

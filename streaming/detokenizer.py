@@ -64,14 +64,14 @@ def _piecewise(tokenizer: Tokenizer) -> _Piecewise:
     return _Window(tokenizer)
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """GPT-2's spelling of bytes: printable Latin-1 characters stand for themselves, the rest for 256, 257, ..."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_alphabet()
+_BYTE_OF = byte_alphabet()
 
 
 class _ByteLevel:

@@ -20,6 +20,7 @@ from layers.weights import ParamSpec
 from quant.dtypes import to_torch
 from quant.scheme import StoredSpec
 from streaming.errors import BudgetError, OptionError
+from streaming.kept_maps import KeptMaps
 from streaming.plan import LoadItem, LoadPlan
 from streaming.read_plan import ALIGNMENT, ReadPlan, Region
 from streaming.reader import Reader
@@ -70,6 +71,10 @@ class Device(Protocol):
         """Give the memory of a parameter back that nothing reads any more."""
         ...
 
+    def check(self, layer: str) -> None:
+        """Raise CheckpointError when memory of the layer is no longer what was loaded (a map of a changed file)."""
+        ...
+
     def close(self) -> None:
         """Let go of page-locked memory; tensors go with their last user."""
         ...
@@ -99,6 +104,9 @@ class CpuDevice:
         self._window = None if window is None else torch.frombuffer(window, dtype=torch.uint8)
         self._final = final
         self.stored = _views_of_final(plan, reader.read_plan, final)
+        self._maps = KeptMaps(plan, reader.read_plan) if reader.read_plan.mapped else None
+        if self._maps is not None:
+            _add_views_of_files(self.stored, plan, reader.read_plan, self._maps.maps)
         rest = [param for param in _params(plan) if param.name not in self.stored]
         self.stored.update(arena_tensors({param.name: param.storage() for param in rest}))
 
@@ -129,9 +137,15 @@ class CpuDevice:
             if offset is not None:
                 _punch(self._final, offset, tensor.nbytes)
 
+    def check(self, layer: str) -> None:
+        if self._maps is not None:
+            self._maps.check(layer)
+
     def close(self) -> None:
         self._window = self._final = None
         self.stored = {}
+        if self._maps is not None:
+            self._maps.close()
 
 
 def _punch(memory: mmap.mmap, offset: int, nbytes: int) -> None:
@@ -157,8 +171,19 @@ def _views_of_final(plan: LoadPlan, read_plan: ReadPlan, final: mmap.mmap | None
     for param in _params(plan):
         for name, spec in param.storage().items():
             if (param.name, name) in read_plan.final_offsets:
-                found[param.name] = {name: view_of(whole, read_plan.final_offsets[param.name, name], spec)}
+                view = view_of(whole, read_plan.final_offsets[param.name, name], spec)
+                found.setdefault(param.name, {})[name] = view
     return found
+
+
+def _add_views_of_files(
+    stored: StoredTensors, plan: LoadPlan, read_plan: ReadPlan, maps: Mapping[int, mmap.mmap]
+) -> None:
+    wholes = {file: torch.frombuffer(found, dtype=torch.uint8) for file, found in maps.items()}
+    for param in _params(plan):
+        for name, spec in param.storage().items():
+            if (place := read_plan.mapped.get((param.name, name))) is not None:
+                stored.setdefault(param.name, {})[name] = view_of(wholes[place[0]], place[1], spec)
 
 
 def arena_tensors(storage: Mapping[str, Mapping[str, StoredSpec]]) -> StoredTensors:
@@ -294,6 +319,9 @@ class CudaDevice:
 
     def discard(self, param: str) -> None:
         del self.stored[param]  # its last reader is the forward pass, in whose order the memory is used again
+
+    def check(self, layer: str) -> None:
+        """Nothing to look at: it is all on the device."""
 
     def close(self) -> None:
         self._stream.synchronize()

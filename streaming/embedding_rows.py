@@ -6,7 +6,6 @@ read last (as a tied head, or after it). The same conversions as for the whole t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +13,9 @@ import torch
 from quant.dtypes import DType, to_torch
 from streaming.checkpoint.decode import decode_into
 from streaming.checkpoint.tensors import TensorInfo
-from streaming.errors import LayerLoadError
+from streaming.dummy_pattern import pattern_block, read_pattern
+from streaming.errors import CheckpointError, LayerLoadError
+from streaming.file_ranges import open_ranges
 
 
 class EmbeddingRows:
@@ -22,35 +23,53 @@ class EmbeddingRows:
 
     def __init__(self, table: TensorInfo, *, dtype: DType) -> None:
         self._table, self._dtype = table, dtype
+        self._pattern = pattern_block(table.file.name) if table.generated else None
         try:
-            self._descriptor = os.open(table.file, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise LayerLoadError("embed", "read", table.name, f"{table.file}: {error.strerror}") from error
+            self._ranges = None if table.generated else open_ranges(table.file)
+        except CheckpointError as error:
+            raise LayerLoadError("embed", "read", table.name, error) from error
         self._rows: dict[int, torch.Tensor] = {}
         self.read_nbytes = 0
 
     def fetch(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[len(token_ids), hidden]; each distinct row is read once. Raises LayerLoadError naming the file."""
         missing = sorted(set(token_ids) - self._rows.keys())
-        for token in missing:  # all are asked for before the first is awaited: behind a busy reader each wait is long
-            os.posix_fadvise(self._descriptor, self._offset(token), self._table.row_nbytes, os.POSIX_FADV_WILLNEED)
-        for token in missing:
-            self._rows[token] = self._read(token)
+        if missing and self._table.strides is not None:
+            self._pick_rows(missing)
+            missing = []
+        for token, raw in zip(missing, self._read(missing), strict=True):
+            self._rows[token] = self._decode(torch.frombuffer(raw, dtype=torch.uint8), token)
         return torch.stack([self._rows[token] for token in token_ids])
+
+    def _pick_rows(self, tokens: Sequence[int]) -> None:
+        """Rows that are no runs of bytes (the table is a view of others' numbers): the table is read whole for them."""
+        out = torch.empty(self._table.shape, dtype=to_torch(self._table.dtype))
+        decode_into(self._table, self._read_ranges([(self._table.offset, self._table.nbytes)])[0], out, first_row=0)
+        for token in tokens:
+            self._rows[token] = out[token].to(to_torch(self._dtype), copy=True)  # a view would keep the table
 
     def _offset(self, token: int) -> int:
         return self._table.offset + token * self._table.row_nbytes
 
-    def _read(self, token: int) -> torch.Tensor:
-        raw = bytearray(self._table.row_nbytes)
+    def _read(self, tokens: Sequence[int]) -> list[bytearray]:
+        if self._ranges is None:
+            return [self._made_up(token) for token in tokens]
+        return self._read_ranges([(self._offset(token), self._table.row_nbytes) for token in tokens])
+
+    def _read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytearray]:
+        assert self._ranges is not None
         try:
-            got = os.preadv(self._descriptor, [raw], self._offset(token))
-        except OSError as error:
-            raise LayerLoadError("embed", "read", self._table.name, f"{self._table.file}: {error.strerror}") from error
-        if got != len(raw):
-            raise LayerLoadError("embed", "read", self._table.name, f"{self._table.file} ended before row {token}")
-        self.read_nbytes += got
-        return self._decode(torch.frombuffer(raw, dtype=torch.uint8), token)
+            rows = self._ranges.read(ranges)
+        except CheckpointError as error:
+            raise LayerLoadError("embed", "read", self._table.name, error) from error
+        self.read_nbytes += sum(map(len, rows))
+        return rows
+
+    def _made_up(self, token: int) -> bytearray:
+        assert self._pattern is not None
+        raw = bytearray(self._table.row_nbytes)
+        read_pattern(self._pattern, memoryview(raw), self._offset(token))
+        return raw
 
     def _decode(self, raw: torch.Tensor, token: int) -> torch.Tensor:
         if self._table.is_plain:
@@ -59,8 +78,12 @@ class EmbeddingRows:
         decode_into(self._table, raw, out, first_row=token)
         return out[0]
 
+    def cancel(self) -> None:
+        """Make a fetch that waits for a server end soon, with StreamClosedError."""
+        if self._ranges is not None:
+            self._ranges.cancel()
+
     def close(self) -> None:
         """Give the descriptor back."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self._ranges is not None:
+            self._ranges.close()

@@ -45,8 +45,8 @@ def build_tokenizer(recipe: TokenizerRecipe) -> FastTokenizer:
         "decoder": recipe.decoder,
         "model": {"type": "BPE", "vocab": {}, "merges": []},
     }
-    backend = tokenizers.Tokenizer.from_str(json.dumps(shell))
     try:
+        backend = tokenizers.Tokenizer.from_str(json.dumps(shell))
         # Handing the vocabulary over as objects takes half the time that it takes inside the JSON text.
         backend.model = models.BPE(
             vocab=recipe.vocab,

@@ -37,7 +37,7 @@ def read_generation_defaults(checkpoint: Checkpoint) -> GenerationDefaults:
     End ids are the union of all sources. Raises CheckpointFormatError, naming file and key, for a value that is of
     the wrong type or cannot be.
     """
-    if checkpoint.format == "gguf":
+    if checkpoint.metadata:  # a GGUF's, or what save-shards kept of one
         return _from_gguf(checkpoint.metadata, str(checkpoint.root))
     folder = checkpoint.root if checkpoint.root.is_dir() else checkpoint.root.parent
     path = folder / "generation_config.json"

@@ -14,7 +14,7 @@ from contextlib import ExitStack, asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from layers.sampling_params import SamplingParams
 from streaming.clock import RunClock
@@ -25,7 +25,8 @@ from streaming.options import LoadOptions
 from streaming.prepare import Prepared, prepare
 from streaming.prompt import Prompt
 from streaming.reader import Reader
-from streaming.reader_choice import start_reader
+from streaming.reader_choice import start_reader as start_reader
+from streaming.sources import Source
 from streaming.torch_import import import_torch
 from streaming.trace import Tracer
 
@@ -36,9 +37,11 @@ if TYPE_CHECKING:
     from streaming.generate import Completion, Piece
     from streaming.model import StreamedModel
     from streaming.residency import LayerState
+    from streaming.runner import ModelRunner
     from streaming.stats import Summary
     from streaming.tokenizer import Tokenizer
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _NO_HOOKS = Hooks()
@@ -49,6 +52,9 @@ class LoadKeywords(TypedDict, total=False):
 
     load_format: str
     safetensors_load_strategy: str | None
+    safetensors_prefetch_num_threads: int | None
+    safetensors_prefetch_block_size: str | int | None
+    model_loader_extra_config: Mapping[str, object] | str | None
     quantization: str
     quantize_head: bool
     dtype: str
@@ -60,8 +66,10 @@ class LoadKeywords(TypedDict, total=False):
     threads: int | None
     reader: str
     check_weights: bool
-    unwrap_names: bool
     revision: str | None
+    sources: Sequence[Source]
+    remote_cache: str | None
+    seed: int | None
 
 
 def bring_torch(tracer: Tracer, clock: RunClock, *, leave: Callable[[], None] | None = None) -> None:
@@ -137,6 +145,20 @@ class LLM:
         llm._open(prepared, clock or RunClock(start_s=time.monotonic()), hooks, leave=leave)
         return llm
 
+    @staticmethod
+    def load_layer(model: str | Path, layer: int | str, **options: Unpack[LoadKeywords]) -> dict[str, Any]:
+        """One layer alone, to reproduce a fault without the rest: its stored tensors by name, such as
+        "model.layers.3.mlp.down_proj.weight" and "...weight_scale".
+
+        `layer`: a decoder layer's number, or "layers.3", "head", "embed". Keywords as for `LLM`. No byte of another
+        layer is read and nothing stays open. Raises as `LLM` does, and LayerLoadError (layer, stage, tensor).
+        """
+        prepared = prepare(str(model), LoadOptions(**options))
+        import_torch(whole=True)
+        from streaming.one_layer import load_one_layer
+
+        return load_one_layer(prepared, layer)
+
     def _open(
         self, prepared: Prepared, clock: RunClock, hooks: Hooks, *, leave: Callable[[], None] | None = None
     ) -> None:
@@ -200,6 +222,12 @@ class LLM:
 
         job = self._open_model().submit_call(lambda runner, stop: prompt_logits(self._model, token_ids, stop))
         return next(job.results())
+
+    def call(self, work: Callable[[ModelRunner, Callable[[], None]], T]) -> T:
+        """What `work(runner, stop)` returns, run in the forward thread, which waits for layers by leasing them."""
+        job = self._open_model().submit_call(work)
+        found: T = next(job.results())
+        return found
 
     def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The token ids of a conversation under the model's chat template. Raises StreamingError when it has none."""

@@ -1,151 +1,207 @@
 """Names to homes: which checkpoint tensor fills which section of which parameter, and every fault found. [no-torch]
 
 Every tensor is given a home (a parameter's section, or a reason to be dropped), and every section is asked whether it
-has a source. Nothing is read but the few small tensors that may be all zero.
+has a source. Nothing is read but the few small tensors that may be dropped for what they hold.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layers.weights import Dropped, LayerSpec, ParamSpec, Target, WeightMap
+from quant.dtypes import DType
 from streaming.checkpoint.tensors import TensorInfo
+from streaming.leftovers import ReadTensor, leftover_reason
+from streaming.wrappers import unwrappings
+
+_TIED = ("model.embed_tokens.weight", "lm_head.weight")
+_NAMED = 3  # tensors that a warning names one by one
+_EXPLAINED = 40  # tensors without a home whose nearest names are looked for: a wrong family has a hundred thousand
+_NUMBER = re.compile(r"\.\d+\.")
 
 
 @dataclass
 class Sources:
-    """Which tensor fills which section: parts[parameter][section] = (tensor, first row of the section in it)."""
+    """Which tensor fills which section: parts[parameter][section] = (tensor, first row of the section in it).
+
+    `dropped` and `homeless` go by the tensors' names in their files: dropped for a reason; without any.
+    """
 
     parts: dict[str, dict[int, tuple[TensorInfo, int]]] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
+    homeless: dict[str, str] = field(default_factory=dict)
+    unwrapped: dict[str, str] = field(default_factory=dict)  # names as a wrapper's were read -> on disk
 
     @property
     def problems(self) -> tuple[str, ...]:
         """Every fault found, one line each."""
-        return (*self.missing, *self.mismatched)
+        return (*self.missing, *self.mismatched, *self.homeless.values())
 
 
-def match_names(
-    tensors: Mapping[str, TensorInfo],
-    specs: Sequence[LayerSpec],
-    weight_map: WeightMap,
-    *,
-    tied: bool,
-    unwrap: bool,
-    is_zero: Callable[[TensorInfo], bool],
-) -> Sources:
+@dataclass(frozen=True)
+class Matching:
+    """How names are matched. `tied`: embedding and head are one matrix, stored under either name.
+
+    `read` gives the bytes of the few small tensors without a home that may be dropped for what they hold. `group_size`:
+    of the checkpoint's quantization, if it names one. `strict`: a tensor without a home is a fault, and not a warning.
+    """
+
+    weight_map: WeightMap
+    tied: bool
+    read: ReadTensor
+    group_size: int | None = None
+    strict: bool = True
+
+
+def match_names(tensors: Mapping[str, TensorInfo], specs: Sequence[LayerSpec], how: Matching) -> Sources:
     """Give every tensor its home.
 
-    Names that a trainer's wrapper changed are recognised when all names match without it: then they are read so
-    (`unwrap`), or the report says what would make them match.
+    Names that a wrapper changed are read without its words where that makes all of them match; a note says so.
     """
-    plain = _match(tensors, specs, weight_map, tied=tied, is_zero=is_zero)
+    plain = _match(tensors, specs, how)
     if not plain.problems:
         return plain
-    for what, unwrapped in _unwrappings(tensors):
-        found = _match(unwrapped, specs, weight_map, tied=tied, is_zero=is_zero)
-        if not found.problems and unwrap:
-            found.notes.append(f"{what} in every tensor name: read as if it were not so")
-            return found
+    for what, unwrapped in unwrappings(tensors):
+        found = _match(unwrapped, specs, how)
         if not found.problems:
-            hint = f"{what} in every tensor name; --unwrap-names reads them as if it were not so"
-            return Sources(mismatched=[hint])
-    return plain
+            found.notes.append(f"{what} in the tensors' names: read as if it were not so")
+            found.unwrapped.update((name, info.name) for name, info in unwrapped.items())
+            return found
+    return plain if how.strict else _without_homeless(plain)
 
 
-def _unwrappings(tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, dict[str, TensorInfo]]]:
-    for prefix in ("_orig_mod.", "module.", "module._orig_mod.", "model.", "language_model.", "model.language_model."):
-        if all(name.startswith(prefix) for name in tensors):
-            yield f"{prefix!r} stands", {name.removeprefix(prefix): info for name, info in tensors.items()}
-    heads = ("lm_head.", "model.")
-    if not any(name.startswith("model.") for name in tensors):
-        added = {name if name.startswith(heads) else f"model.{name}": info for name, info in tensors.items()}
-        yield "'model.' is missing", added
-    if any("_orig_mod." in name for name in tensors):
-        yield "'_orig_mod.' stands", {name.replace("_orig_mod.", ""): info for name, info in tensors.items()}
-
-
-def _match(
-    tensors: Mapping[str, TensorInfo],
-    specs: Sequence[LayerSpec],
-    weight_map: WeightMap,
-    *,
-    tied: bool,
-    is_zero: Callable[[TensorInfo], bool],
-) -> Sources:
-    params = {param.name: param for spec in specs for param in spec.params}
-    found = Sources()
-    for name, info in tensors.items():
-        target = weight_map.locate(name)
-        if isinstance(target, Dropped):
-            found.dropped[name] = target.reason
-        elif target.param in params:
-            _place(found, name, info, target, params[target.param])
-        elif not (tied and target.param in _TIED):
-            _place_homeless(found, name, info, target, params, is_zero)
-    if tied:
-        _share_tied(found, tensors, params)
-    for param in params.values():
-        _find_missing(found, param, weight_map)
+def _without_homeless(found: Sources) -> Sources:
+    """Tensors without a home are only told of."""
+    if found.homeless:
+        names = list(found.homeless)
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        found.notes.append(f"not used, for the model has no such parameter: {', '.join(names[:_NAMED])}{more}")
+        found.dropped.update(dict.fromkeys(names, "the model has no such parameter (enable_weights_track is false)"))
+        found.homeless.clear()
     return found
 
 
-_TIED = ("model.embed_tokens.weight", "lm_head.weight")
+def _match(tensors: Mapping[str, TensorInfo], specs: Sequence[LayerSpec], how: Matching) -> Sources:
+    params = {param.name: param for spec in specs for param in spec.params}
+    found = Sources()
+    shared: list[TensorInfo] = []
+    for name, info in tensors.items():
+        target = how.weight_map.locate(name)
+        if isinstance(target, Dropped):
+            found.dropped[info.name] = target.reason
+        elif target.param in params:
+            _place(found, info, target, params[target.param])
+        elif how.tied and target.param in _TIED:
+            shared.append(info)
+        else:
+            _place_homeless(found, info, target, params, how)
+    if how.tied:
+        _share_tied(found, shared, params)
+    for param in params.values():
+        _find_missing(found, param, how.weight_map)
+    return found
 
 
-def _place(found: Sources, name: str, info: TensorInfo, target: Target, param: ParamSpec) -> None:
+# --- tensors with a home --------------------------------------------------------------------------------------------
+
+
+def _place(found: Sources, info: TensorInfo, target: Target, param: ParamSpec) -> None:
     rows = param.section_rows
-    if not 0 <= target.first < target.stop <= len(rows):
-        found.mismatched.append(f"{name}: parts {target.first} to {target.stop} of {param.name}, which has {len(rows)}")
+    if target.stop > len(rows):
+        found.mismatched.append(
+            f"{info.name}: parts {target.first} to {target.stop} of {param.name}, which has {len(rows)}"
+        )
         return
+    if target.transposed and len(info.shape) == 2 and info.encoding is None:
+        info = info.transposed()
     wanted = (sum(rows[target.first : target.stop]), *param.shape[1:])
     if info.shape != wanted:
-        found.mismatched.append(
-            f"{name} in {info.file.name}: shape {list(info.shape)}, but the config makes it {list(wanted)}"
-        )
+        found.mismatched.append(_wrong_shape(info, wanted, transposed=target.transposed))
     if not info.dtype.is_wide:
-        found.mismatched.append(f"{name} in {info.file.name}: dtype {info.dtype.value}, but a float weight is needed")
+        found.mismatched.append(f"{info.name} in {info.file.name}: {_no_numbers(info.dtype)}")
+    taken = found.parts.setdefault(param.name, {})
     first_row = 0
     for section in range(target.first, target.stop):
-        if section in found.parts.setdefault(param.name, {}):
-            other = found.parts[param.name][section][0].name
-            found.mismatched.append(f"{name} and {other} both fill {param.name}")
-        found.parts[param.name][section] = (info, first_row)
+        if section in taken:
+            found.mismatched.append(f"{info.name} and {taken[section][0].name} both fill {_part(param, section)}")
+        taken[section] = (info, first_row)
         first_row += rows[section]
 
 
+def _wrong_shape(info: TensorInfo, wanted: tuple[int, ...], *, transposed: bool) -> str:
+    shape, config = list(info.shape), list(wanted)
+    if transposed and len(shape) == 2:
+        shape, config = shape[::-1], config[::-1]
+    return f"{info.name} in {info.file.name}: shape {shape}, but the config makes it {config}"
+
+
+def _no_numbers(dtype: DType) -> str:
+    """What is wrong with a weight that is stored in a dtype of codes."""
+    return (
+        f"dtype {dtype.value}, but a float weight is needed (F64, F32, F16 or BF16): it holds the codes of a quantized "
+        "checkpoint, or no weight at all"
+    )
+
+
+def _part(param: ParamSpec, section: int) -> str:
+    name = param.sections[section].name
+    return f"part {name!r} of {param.name}" if name else param.name
+
+
+# --- tensors without one --------------------------------------------------------------------------------------------
+
+
 def _place_homeless(
-    found: Sources,
-    name: str,
-    info: TensorInfo,
-    target: Target,
-    params: Mapping[str, ParamSpec],
-    is_zero: Callable[[TensorInfo], bool],
+    found: Sources, info: TensorInfo, target: Target, params: Mapping[str, ParamSpec], how: Matching
 ) -> None:
-    module, _, leaf = target.param.rpartition(".")
-    if leaf == "bias" and f"{module}.weight" in params and len(info.shape) == 1:
-        if is_zero(info):
-            found.dropped[name] = "a bias of zeros for a layer without one"
-        else:
-            found.mismatched.append(f"{name}: a bias that is not zero, but the config gives {module} none")
+    reason = leftover_reason(info, target.param, params, read=how.read, group_size=how.group_size)
+    if reason is not None:
+        found.dropped[info.name] = reason
         return
-    near = difflib.get_close_matches(target.param, params, n=2, cutoff=0.6)
-    siblings = sorted(other for other in params if other.startswith(f"{module}."))
-    hint = f"; nearest: {', '.join(near)}" if near else ""
-    own = f"; {module} has {', '.join(s.rpartition('.')[2] for s in siblings)}" if siblings else ""
-    found.mismatched.append(f"{name} in {info.file.name}: no parameter of the model is called so{hint}{own}")
+    module, _, leaf = target.param.rpartition(".")
+    where = f"{info.name} in {info.file.name}"
+    if leaf == "bias" and f"{module}.weight" in params and len(info.shape) == 1:
+        found.homeless[info.name] = f"{where}: a bias that is not zero, but the config gives {module} none"
+    elif leaf == "g_idx" and f"{module}.weight" in params:
+        found.homeless[info.name] = f"{where}: an order of groups (g_idx) that is not the usual one, i // group_size"
+    else:
+        hints = _hints(target.param, params) if len(found.homeless) < _EXPLAINED else ""
+        found.homeless[info.name] = f"{where}: no parameter of the model is called so{hints}"
 
 
-def _share_tied(found: Sources, tensors: Mapping[str, TensorInfo], params: Mapping[str, ParamSpec]) -> None:
+def _hints(name: str, params: Mapping[str, ParamSpec]) -> str:
+    """The nearest names that there are in its layer or in none, and what the module that it would belong to has."""
+    module = name.rpartition(".")[0]
+    layer = _NUMBER.search(name)
+    alike = [p for p in params if (number := _NUMBER.search(p)) is None or number[0] == (layer[0] if layer else ".0.")]
+    near = difflib.get_close_matches(name, alike, n=2, cutoff=0.6)
+    own = sorted(other.rpartition(".")[2] for other in alike if module and other.startswith(f"{module}."))
+    nearest = f"; nearest: {', '.join(near)}" if near else ""
+    return f"{nearest}; {module} has {', '.join(own)}" if own else nearest
+
+
+# --- what no tensor fills -------------------------------------------------------------------------------------------
+
+
+def _share_tied(found: Sources, shared: Sequence[TensorInfo], params: Mapping[str, ParamSpec]) -> None:
     """A tied model's one matrix may be stored under either name, and may serve two parameters (a quantized head)."""
     for name, other in (_TIED, _TIED[::-1]):
-        if name in params and name not in found.parts and other in tensors:
-            _place(found, other, tensors[other], Target(name), params[name])
+        if name not in params or name in found.parts:
+            continue
+        if other in found.parts:
+            _place(found, found.parts[other][0][0], Target(name), params[name])
+        elif shared:
+            _place(found, shared[0], Target(name), params[name])
+    used = {info.name for parts in found.parts.values() for info, _ in parts.values()} if shared else set()
+    for info in shared:
+        if info.name not in used:
+            found.dropped[info.name] = f"tied to {_TIED[0]}, which is there"
 
 
 def _find_missing(found: Sources, param: ParamSpec, weight_map: WeightMap) -> None:
@@ -170,3 +226,10 @@ def checkpoint_name(param: ParamSpec, section: int, weight_map: WeightMap) -> st
         if rule.target == last and rule.first <= section < rule.stop:
             return f"{parent}.{rule.source}.{leaf}"
     return param.name
+
+
+def holds_both_tied(tensors: Mapping[str, TensorInfo], weight_map: WeightMap) -> bool:
+    """Whether embedding and head are there each by itself, whatever stands before their names."""
+    targets = (weight_map.locate(name) for name in tensors if name.endswith(".weight"))
+    names = [f".{target.param}" for target in targets if isinstance(target, Target)]
+    return all(any(name.endswith(f".{tied.removeprefix('model.')}") for name in names) for tied in _TIED)

@@ -39,6 +39,7 @@ from streaming.reader import Reader
 from streaming.residency import LayerState, Residency
 from streaming.runner import ModelRunner, choose_threads
 from streaming.sizes import format_size
+from streaming.stages import is_quantized
 from streaming.stats import Summary
 from streaming.tokenizer import Tokenizer
 from streaming.trace import Tracer, lane_seconds
@@ -204,6 +205,7 @@ class StreamedModel:
             decode_tok_s=rate,
             tokens_per_s=total / (timing.last_token_s - begun) if total and timing.last_token_s > begun else None,
             bytes_read=self._bytes_read(),
+            bytes_rows=self.runner.rows.read_nbytes,
             bytes_kept=self.prepared.plan.kept_nbytes,
             peak_rss_bytes=peak,
             peak_rss_mb=round(peak / (1 << 20), 1),
@@ -213,6 +215,10 @@ class StreamedModel:
             stalls=dict(self.residency.stalls),
             stages={lane: value for lane, value in seconds.items() if lane != "stall"},
             layers_by_scheme=layers_by_scheme(self.prepared),
+            quantize_s=self._quantize_s(),
+            load_format=self.prepared.checkpoint.format,
+            read_strategy=self.prepared.reading.strategy,
+            read_strategy_reason=self.prepared.reading.reason,
             token_ids=list(last.token_ids) if last else [],
             first_token_id=last.token_ids[0] if last else None,
             text=last.text if last else None,
@@ -223,9 +229,14 @@ class StreamedModel:
     def _first_forward(self) -> float | None:
         return min((span.start_s for span in self.tracer.spans() if span.lane == "forward"), default=None)
 
+    def _quantize_s(self) -> float:
+        """Seconds of quantizing alone: that stage copies wide weights too, where they have passed the window."""
+        quantized = {item.tensor.name for item in self.prepared.plan.items if is_quantized(item)}
+        return sum(s.seconds for s in self.tracer.spans() if s.lane == "quantize" and s.name in quantized)
+
     def _bytes_read(self) -> int:
         read = [span.args.get("nbytes", 0) for span in self.tracer.spans() if span.lane == "read"]
-        return sum(int(nbytes) for nbytes in read) + self.runner.rows.read_nbytes
+        return sum(int(nbytes) for nbytes in read)
 
     @property
     def completions(self) -> Sequence[Completion]:
@@ -236,6 +247,7 @@ class StreamedModel:
         """Make whoever waits stop, soon; `run_model` does the rest."""
         self.closing = True
         self.residency.close(StreamClosedError("the model was closed"))
+        self.runner.rows.cancel()
 
     def join(self) -> None:
         """Wait for the forward thread's end."""
@@ -315,9 +327,10 @@ def _assemble(
     clock: RunClock,
     hooks: Hooks,
 ) -> StreamedModel:
-    shell = build_shell(prepared.config, prepared.specs)
-    attach(shell, device.stored)
-    residency = Residency([spec.name for spec in prepared.specs if spec.params], tracer)
+    with tracer.span("shell", "modules"):
+        shell = build_shell(prepared.config, prepared.specs)
+        attach(shell, device.stored)
+    residency = Residency([spec.name for spec in prepared.specs if spec.params], tracer, check=device.check)
     options = prepared.options
     panels = PanelPool()
     kernels = Kernels.detect(mode=KernelMode(options.kernels), run=panels)

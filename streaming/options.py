@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.registry import scheme_by_name, scheme_names
 from streaming.errors import OptionError
+from streaming.loader_options import MOST_THREADS, LoaderOptions, parse_loader_options
+from streaming.read_strategy import BACK_ENDS, STRATEGIES
 from streaming.sizes import parse_size
+from streaming.sources import Source
 
 DTYPES = {
     "auto": None, "half": DType.F16, "float16": DType.F16, "bfloat16": DType.BF16,
     "float": DType.F32, "float32": DType.F32,
 }  # fmt: skip
 KERNELS = ("default", "fast", "exact")
-STRATEGIES = ("direct",)
 READERS = ("process", "threads")
 
 
@@ -29,6 +33,9 @@ class LoadOptions:
 
     load_format: str = "auto"
     safetensors_load_strategy: str | None = None
+    safetensors_prefetch_num_threads: int | None = None
+    safetensors_prefetch_block_size: str | int | None = None
+    model_loader_extra_config: Mapping[str, object] | str | None = None
     quantization: str = "none"
     quantize_head: bool = False
     dtype: str = "auto"
@@ -40,8 +47,10 @@ class LoadOptions:
     threads: int | None = None
     reader: str = "process"
     check_weights: bool = False
-    unwrap_names: bool = False
     revision: str | None = None
+    sources: Sequence[Source] = ()  # further places that tensors come from
+    remote_cache: str | None = None
+    seed: int | None = None  # of made-up weights (load format dummy; 0 when not given)
 
     def __post_init__(self) -> None:
         _one_of("--dtype", self.dtype, tuple(DTYPES))
@@ -49,6 +58,7 @@ class LoadOptions:
         _one_of("--reader", self.reader, READERS)
         if self.safetensors_load_strategy is not None:
             _one_of("--safetensors-load-strategy", self.safetensors_load_strategy, STRATEGIES)
+        self._check_reading()
         try:
             scheme_by_name(self.quantization)
         except QuantError:
@@ -57,11 +67,51 @@ class LoadOptions:
             raise OptionError("--quantize-head needs a --quantization other than none")
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise OptionError(f"--device {self.device}: known devices are cpu and cuda[:index]")
+        if self.remote_cache is not None and (not self.remote_cache or os.path.isfile(self.remote_cache)):
+            raise OptionError(f"--remote-cache {self.remote_cache!r}: a folder is needed")
+        if not all(isinstance(source, Source) for source in self.sources):
+            raise OptionError(f"sources {self.sources!r}: a list of Source values is needed")
         _positive("--max-model-len", self.max_model_len)
         _positive("--threads", self.threads)
+        if self.seed is not None and (type(self.seed) is not int or self.seed < 0):
+            raise OptionError(f"--seed {self.seed!r}: a whole number of at least 0 is needed")
         for name, value in (("--memory", self.memory), ("--window", self.window)):
             if value is not None:
                 parse_size(value, option=name)
+
+    def _check_reading(self) -> None:
+        """What goes with which strategy."""
+        strategy, back_end = self.safetensors_load_strategy, self.load_format in BACK_ENDS
+        _positive("--safetensors-prefetch-num-threads", self.safetensors_prefetch_num_threads, most=MOST_THREADS)
+        _ = self.prefetch_block_nbytes
+        for name in ("safetensors_prefetch_num_threads", "safetensors_prefetch_block_size"):
+            if getattr(self, name) is not None and (back_end or strategy not in (None, "prefetch")):
+                flag = f"--{name.replace('_', '-')}"
+                raise OptionError(f"{flag} goes with --safetensors-load-strategy prefetch, not {strategy or 'this'}")
+        if self.load_format in BACK_ENDS and strategy is not None:
+            raise OptionError(
+                f"--safetensors-load-strategy {strategy} does not go with --load-format {self.load_format}, whose "
+                "package reads in its own way"
+            )
+        if back_end and self.reader != "process":
+            raise OptionError(f"--reader {self.reader} does not go with --load-format {self.load_format}")
+        if self.loader.multithreaded and (back_end or strategy not in (None, "lazy")):
+            other = f"--load-format {self.load_format}" if back_end else f"--safetensors-load-strategy {strategy}"
+            raise OptionError(
+                "--model-loader-extra-config: multi-threaded loading (enable_multithread_load, num_threads) goes with "
+                f"no --safetensors-load-strategy or with lazy, not with {other}"
+            )
+
+    @property
+    def loader(self) -> LoaderOptions:
+        """What --model-loader-extra-config says."""
+        return parse_loader_options(self.model_loader_extra_config)
+
+    @property
+    def prefetch_block_nbytes(self) -> int | None:
+        """Bytes of a block that is prefetched."""
+        value = self.safetensors_prefetch_block_size
+        return None if value is None else parse_size(value, option="--safetensors-prefetch-block-size")
 
     @property
     def memory_nbytes(self) -> int | None:
@@ -79,6 +129,8 @@ def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:
         raise OptionError(f"{option} {value!r} is not known: choose one of {', '.join(known)}")
 
 
-def _positive(option: str, value: object) -> None:
+def _positive(option: str, value: object, *, most: int | None = None) -> None:
+    if isinstance(value, int) and most is not None and value > most:
+        raise OptionError(f"{option} {value!r}: at most {most} make sense")
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise OptionError(f"{option} {value!r}: a whole number of at least 1 is needed")

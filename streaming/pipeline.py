@@ -15,7 +15,6 @@ LayerLoadError (layer, stage, tensor) after the residency table has been closed 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -28,9 +27,12 @@ import anyio.to_thread
 import torch
 from anyio.abc import ObjectReceiveStream, ObjectSendStream
 
+from streaming.accounts import Accounts
 from streaming.device import Device
 from streaming.errors import LayerLoadError, StreamClosedError, StreamingError
+from streaming.file_faults import system_fault
 from streaming.hooks import Hooks
+from streaming.item_words import log_item
 from streaming.plan import LayerPlan, LoadItem, LoadPlan
 from streaming.reader import Completion, Reader
 from streaming.residency import Residency
@@ -68,12 +70,15 @@ class Pipeline:
     _released: int = 0
     _seconds: dict[tuple[str, str], float] = field(default_factory=dict)  # (layer, stage) -> work so far
     _last: dict[int, LayerPlan] = field(default_factory=dict)  # a layer's last item -> the layer
+    _accounts: Accounts = field(default_factory=lambda: Accounts(()))
 
     async def run(self) -> None:
         """Load everything. Raises LayerLoadError for the first item that fails, WorkerError when the reader dies."""
         self._last.update({layer.items[-1].index: layer for layer in self.plan.layers if layer.items})
+        self._accounts = Accounts(layer.spec for layer in self.plan.layers)
         try:
             await self._run_stages()
+            self._accounts.check()
         except BaseExceptionGroup as group:  # one cause is one error
             error = _first_cause(group)
             self.residency.close(error)
@@ -118,7 +123,7 @@ class Pipeline:
         piece = self.reader.read_plan.pieces[done.piece]
         self.tracer.add(
             "read", item.tensor.name, start_s=done.start_s, end_s=done.end_s, layer=item.layer,
-            args={"nbytes": piece.nbytes},
+            args={"nbytes": 0 if item.tensor.generated else piece.nbytes},
         )  # fmt: skip
         self._spend(item, "read", done.end_s - done.start_s)
         if done.error is not None:
@@ -137,10 +142,13 @@ class Pipeline:
                 await send.send(await self._worker(item, "slice", self._slice_now))
 
     def _slice_now(self, item: LoadItem) -> _Work:
+        log_item(item)
         if item.direct:
             with self._span("slice", item):
+                self.device.check(item.layer)  # before its bytes are touched, where they lie in a map, and after
                 (view,) = item_views(item, self.device.stored[item.param.name]).values()
                 self.checks.add(item, view)
+                self.device.check(item.layer)
             return _Work(item)
         raw = self.device.staged(item)
         with self.device.working(), self._span("slice", item):
@@ -199,11 +207,15 @@ class Pipeline:
     def _publish_now(self, work: _Work) -> None:
         item = work.item
         try:
+            self._accounts.note(item)
             with self._span("publish", item):
                 if work.moment is None:
                     self.residency.publish_rows(item.layer, item.param.name, published_rows(item))
                 if item.index in self._last:
+                    self._accounts.check(item.layer)
                     self.residency.publish(item.layer, event=work.moment)
+        except LayerLoadError:
+            raise
         except Exception as error:
             raise _failure(item, "publish", error) from error
 
@@ -255,6 +267,8 @@ def _failure(item: LoadItem, stage: str, error: Exception) -> LayerLoadError:
 
 def published_rows(item: LoadItem) -> int:
     """How many of the parameter's first rows are there once this item is (items of a parameter come in order)."""
+    if item.stored is not None:  # what goes with the rows (their scales) has come before them
+        return item.rows[1] if item.stored == item.param.name.rpartition(".")[2] else 0
     return sum(item.param.section_rows[: item.section]) + item.section_rows[1]
 
 
@@ -262,8 +276,9 @@ def read_fault(item: LoadItem, error: int | str) -> str:
     """What went wrong with a read, in words."""
     if error == "short":
         return f"{item.tensor.file} ended before its byte {item.file_offset + item.nbytes:,}: it shrank during the load"
-    assert isinstance(error, int)
-    return f"{item.tensor.file}: {os.strerror(error)}"
+    if error == "changed":
+        return f"{item.tensor.file} was changed, or replaced, during the load (its size or time is another)"
+    return error if isinstance(error, str) else system_fault(item.tensor.file, error)
 
 
 def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import lcm
+from typing import Any
 
 from layers.weights import LayerSpec, ParamKind, ParamSpec, WeightMap
 from quant.dtypes import DType
 from streaming.checkpoint.tensors import Checkpoint, TensorInfo
 from streaming.errors import CheckpointError, MissingTensorError, TensorMismatchError
-from streaming.matching import Sources, match_names
+from streaming.leftovers import ReadTensor
+from streaming.matching import Matching, Sources, match_names
 
+_OWN_LAYOUT = ("gguf", "dummy")  # formats in which every matrix is [out, in], whatever the family's checkpoints do
 ITEM_NBYTES = 32 << 20  # a larger weight is loaded in runs of rows of about this many bytes, where its scheme allows
 
 
@@ -26,7 +30,8 @@ class LoadItem:
     """One run of rows of one section of one parameter, taken from one checkpoint tensor.
 
     `rows` counts within the checkpoint tensor, `section_rows` within the section. A direct item's bytes are its
-    stored form: they are read straight into the memory where they stay. Others pass through the window.
+    stored form: they are read straight into the memory where they stay. Others pass through the window. Where `stored`
+    is set, the checkpoint tensor is a whole stored tensor of the parameter, and both count its rows.
     """
 
     index: int
@@ -37,11 +42,17 @@ class LoadItem:
     rows: tuple[int, int]
     section_rows: tuple[int, int]
     direct: bool
-    sections: int = 1  # how many sections, from `section` on, one tensor fills that can only be read whole
+    sections: int = 1  # how many sections, from `section` on, one tensor fills
+    stored: str | None = None  # the name of the stored tensor that it is rows of, where it is on disk in stored form
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes that files are read for it: none where its numbers are made up."""
+        return 0 if self.tensor.generated else self.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes read for it."""
+        """Bytes of it that arrive."""
         if self.tensor.strides is not None:
             return self.tensor.nbytes
         return (self.rows[1] - self.rows[0]) * self.tensor.row_nbytes
@@ -56,6 +67,8 @@ class LoadItem:
     @property
     def ends_tensor(self) -> bool:
         """Whether this is the last run of its section."""
+        if self.stored is not None:
+            return self.rows[1] == max(1, *self.tensor.shape[:1])
         return self.section_rows[1] == sum(self.param.section_rows[self.section : self.section + self.sections])
 
 
@@ -70,7 +83,7 @@ class LayerPlan:
     @property
     def read_nbytes(self) -> int:
         """Bytes read for this layer."""
-        return sum(item.nbytes for item in self.items)
+        return sum(item.read_nbytes for item in self.items)
 
     @property
     def kept_nbytes(self) -> int:
@@ -86,6 +99,8 @@ class LoadPlan:
     table: TensorInfo  # where embedding rows can be fetched on their own
     dropped: Mapping[str, str]  # checkpoint name -> why it is not used
     warnings: tuple[str, ...] = field(default=())
+    unused: Mapping[str, int] = field(default_factory=dict)  # why tensors are not used -> their bytes
+    unwrapped: Mapping[str, str] = field(default_factory=dict)  # names without a wrapper's words -> as they are on disk
 
     @property
     def items(self) -> tuple[LoadItem, ...]:
@@ -115,30 +130,59 @@ def make_plan(
     *,
     tied: bool,
     direct: bool,
-    is_zero: Callable[[TensorInfo], bool],
-    unwrap: bool = False,
+    read: ReadTensor,
+    strict: bool = True,
     item_nbytes: int = ITEM_NBYTES,
 ) -> LoadPlan:
     """Join the shell's parameters with the checkpoint's tensors.
 
     `tied`: embedding and head are one matrix, stored under either name. `direct`: the device can be read into (the
-    CPU). `is_zero` answers for the few small tensors without a home whether they hold only zeros. `unwrap`: read names
-    as if a wrapper's prefix were not there. Raises CheckpointError with *all* problems.
+    CPU). `read` gives the bytes of the few small tensors without a home that may be dropped for what they hold.
+    `strict`: any other tensor without a home is a problem, not a warning. Raises CheckpointError with *all* problems.
     """
-    sources = match_names(checkpoint.tensors, specs, weight_map, tied=tied, unwrap=unwrap, is_zero=is_zero)
+    if checkpoint.format in _OWN_LAYOUT:
+        weight_map = replace(weight_map, transposed=())
+    how = Matching(weight_map, tied, read, group_size=_group_size(checkpoint.config), strict=strict)
+    sources = match_names(checkpoint.tensors, specs, how)
     if sources.problems:
-        raise _report(checkpoint, sources)
+        raise checkpoint_error(checkpoint, sources.problems, missing=not (sources.mismatched or sources.homeless))
+    layers = lay_out(specs, partial(_items_of, sources=sources, direct=direct, item_nbytes=item_nbytes))
+    table = next(iter(sources.parts["model.embed_tokens.weight"].values()))[0]
+    notes = (*sources.notes, *conversion_warnings(item for layer in layers for item in layer.items))
+    dropped, unused = _account(checkpoint, sources.dropped)
+    return LoadPlan(layers, table, dropped, notes, unused, sources.unwrapped)
+
+
+def _group_size(config: Mapping[str, Any]) -> int | None:
+    """Inputs that share a scale, where the checkpoint says that it is quantized in groups."""
+    quantized = config.get("quantization_config")
+    size = quantized.get("group_size") if isinstance(quantized, Mapping) else None
+    return size if type(size) is int else None
+
+
+def _account(checkpoint: Checkpoint, dropped: Mapping[str, str]) -> tuple[dict[str, str], dict[str, int]]:
+    """Every tensor that is not used with the reason, and the bytes of each reason (of unopened files: the file's)."""
+    reasons, nbytes = dict(dropped), Counter[str]()
+    for info in checkpoint.tensors.values():
+        if info.name in dropped:
+            nbytes[dropped[info.name]] += info.nbytes
+    for file in checkpoint.unopened:
+        reasons.update(file.reasons)
+        nbytes[next(iter(file.reasons.values()))] += file.nbytes
+    return reasons, dict(nbytes)
+
+
+def lay_out(specs: Sequence[LayerSpec], runs_of: Callable[[ParamSpec], Iterable[Run]]) -> tuple[LayerPlan, ...]:
+    """The layers in reading order, with the items that fill each of their parameters."""
     layers, index = [], 0
     for spec in reading_order(specs):
         items: list[LoadItem] = []
         for param in spec.params:
-            for run in _items_of(param, sources, direct=direct, item_nbytes=item_nbytes):
+            for run in runs_of(param):
                 items.append(LoadItem(index, spec.name, *run))
                 index += 1
         layers.append(LayerPlan(spec.name, spec, tuple(items)))
-    table = next(iter(sources.parts["model.embed_tokens.weight"].values()))[0]
-    notes = (*sources.notes, *conversion_warnings(item for layer in layers for item in layer.items))
-    return LoadPlan(tuple(layers), table, sources.dropped, notes)
+    return tuple(layers)
 
 
 def reading_order(specs: Sequence[LayerSpec]) -> list[LayerSpec]:
@@ -146,21 +190,21 @@ def reading_order(specs: Sequence[LayerSpec]) -> list[LayerSpec]:
     return [spec for spec in specs if spec.name != "embed"] + [spec for spec in specs if spec.name == "embed"]
 
 
-def _report(checkpoint: Checkpoint, sources: Sources) -> CheckpointError:
-    problems = sources.problems
+def checkpoint_error(checkpoint: Checkpoint, problems: tuple[str, ...], *, missing: bool) -> CheckpointError:
+    """All problems in one error; `missing`: parameters without a tensor are all there is."""
     shown = problems[:40]
     more = [f"... and {len(problems) - len(shown)} more"] if len(problems) > len(shown) else []
-    head = f"{checkpoint.root}: {len(problems)} problem{'s' * (len(problems) > 1)} in the checkpoint"
-    kind = MissingTensorError if sources.missing and not sources.mismatched else TensorMismatchError
+    head = f"{checkpoint.name}: {len(problems)} problem{'s' * (len(problems) > 1)} in the checkpoint"
+    kind = MissingTensorError if missing else TensorMismatchError
     return kind("\n  ".join([head, *shown, *more]), problems)
 
 
 # --- items ----------------------------------------------------------------------------------------------------------
 
-_Run = tuple[ParamSpec, int, TensorInfo, tuple[int, int], tuple[int, int], bool, int]
+Run = tuple[ParamSpec, int, TensorInfo, tuple[int, int], tuple[int, int], bool, int, str | None]
 
 
-def _items_of(param: ParamSpec, sources: Sources, *, direct: bool, item_nbytes: int) -> Iterable[_Run]:
+def _items_of(param: ParamSpec, *, sources: Sources, direct: bool, item_nbytes: int) -> Iterable[Run]:
     for section, rows in enumerate(param.section_rows):
         info, first = sources.parts[param.name][section]
         if info.strides is not None:
@@ -169,16 +213,16 @@ def _items_of(param: ParamSpec, sources: Sources, *, direct: bool, item_nbytes: 
             continue
         straight = direct and info.is_plain and info.dtype is param.dtype and param.scheme.name == "none"
         for start, stop in split_rows(param, info, rows, item_nbytes=item_nbytes):
-            yield param, section, info, (first + start, first + stop), (start, stop), straight, 1
+            yield param, section, info, (first + start, first + stop), (start, stop), straight, 1, None
 
 
-def _whole(param: ParamSpec, section: int, info: TensorInfo) -> _Run:
+def _whole(param: ParamSpec, section: int, info: TensorInfo) -> Run:
     """A tensor that can only be read whole, for all the sections that it fills."""
     rows, count = 0, 0
     while rows < info.shape[0]:
         rows += param.section_rows[section + count]
         count += 1
-    return param, section, info, (0, rows), (0, rows), False, count
+    return param, section, info, (0, rows), (0, rows), False, count, None
 
 
 def split_rows(param: ParamSpec, info: TensorInfo, rows: int, *, item_nbytes: int) -> list[tuple[int, int]]:

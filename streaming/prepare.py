@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 
 from layers.architecture import layer_specs
 from layers.config import parse_config, weight_map
 from layers.kv_cache import kv_cache_nbytes
 from layers.model_config import ModelConfig
-from layers.weights import LayerSpec
+from layers.weights import Dropped, LayerSpec
 from quant.dtypes import DType
 from quant.policy import default_policy
 from quant.registry import scheme_by_name
@@ -17,9 +18,14 @@ from streaming.budget import Budget, make_budget
 from streaming.checkpoint import open_checkpoint
 from streaming.checkpoint.tensors import Checkpoint, TensorInfo
 from streaming.errors import OptionError
+from streaming.file_ranges import open_ranges
+from streaming.matching import holds_both_tied
 from streaming.options import DTYPES, LoadOptions
 from streaming.plan import LoadPlan, make_plan
+from streaming.read_choice import choose_reading, planned_states, whole_file_nbytes
 from streaming.read_plan import ReadPlan, plan_reads
+from streaming.read_strategy import ReadChoice
+from streaming.sources import join_sources
 
 DEFAULT_CACHE_TOKENS = 2048  # what the budget sets aside when no --max-model-len is given
 
@@ -37,6 +43,7 @@ class Prepared:
     budget: Budget
     read_plan: ReadPlan
     retie: bool  # the config ties embedding and head, yet both are on disk: compared when both have arrived
+    reading: ReadChoice
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -49,42 +56,103 @@ def prepare(model: str, options: LoadOptions) -> Prepared:
 
     Raises CheckpointError with all problems of the files, ModelConfigError, OptionError, BudgetError; reads no weights.
     """
-    checkpoint = open_checkpoint(model, load_format=options.load_format, revision=options.revision)
+    checkpoint = open_model(model, options)
+    if checkpoint.address is not None:
+        check_remote_options(options)
+    if checkpoint.format == "dummy":
+        from streaming.dummy import check_dummy_options, reseeded
+
+        check_dummy_options(options)
+        checkpoint = reseeded(checkpoint, seed=options.seed or 0)
+    if checkpoint.saved is not None:
+        from streaming.sharded import saved_options
+
+        options = saved_options(checkpoint.saved, options)
     config = parse_config(checkpoint.config)
     dtype = resolve_dtype(options.dtype, config, checkpoint)
     check_length(options.max_model_len, config)
-    names = {name.rpartition("lm_head.")[2] if "lm_head." in name else name for name in checkpoint.tensors}
-    both = config.tie_word_embeddings and "weight" in names and any("embed_tokens." in name for name in names)
-    tied = config.tie_word_embeddings and not both
+    tied = config.tie_word_embeddings and not _has_both(checkpoint, config)
     policy = default_policy(scheme_by_name(options.quantization), quantize_head=options.quantize_head)
     specs = layer_specs(config, dtype=dtype, policy=policy, tied=tied)
-    plan = make_plan(
-        checkpoint, specs, weight_map(config), tied=tied, direct=options.device == "cpu", is_zero=holds_only_zeros,
-        unwrap=options.unwrap_names,
-    )  # fmt: skip
+    plan = _plan(checkpoint, specs, config, options, tied=tied)
     tokens = options.max_model_len or min(DEFAULT_CACHE_TOKENS, config.max_position_embeddings)
+    reading = choose_reading(checkpoint, plan, options)
     budget = make_budget(
         plan,
+        file_nbytes=whole_file_nbytes(plan, reading),
         window_nbytes=options.window_nbytes,
         cache_nbytes=kv_cache_nbytes(config, max_tokens=tokens, dtype=dtype),
         limit_nbytes=options.memory_nbytes,
         packs=options.kernels == "fast" and options.device == "cpu",
     )
-    read_plan = plan_reads(plan, window_nbytes=options.window_nbytes or budget.window_nbytes)
-    return Prepared(options, checkpoint, config, dtype, specs, plan, budget, read_plan, both)
+    keep_maps = reading.strategy == "lazy" and options.device == "cpu"
+    read_plan = plan_reads(plan, window_nbytes=options.window_nbytes or budget.window_nbytes, keep_maps=keep_maps)
+    read_plan = replace(read_plan, states=planned_states(read_plan, reading))
+    retie = config.tie_word_embeddings and not tied
+    return Prepared(options, checkpoint, config, dtype, specs, plan, budget, read_plan, retie, reading)
+
+
+def open_model(model: str, options: LoadOptions) -> Checkpoint:
+    """The model's files, and those of its other sources, as one checkpoint. Raises CheckpointError, OptionError."""
+    checkpoint = open_checkpoint(
+        model, load_format=options.load_format, revision=options.revision, remote_cache=options.remote_cache
+    )
+    return join_sources(checkpoint, options.sources)
+
+
+def _has_both(checkpoint: Checkpoint, config: ModelConfig) -> bool:
+    """Whether embedding and head are there each by itself."""
+    if checkpoint.saved is not None:
+        return not checkpoint.saved["tied"]
+    return holds_both_tied(checkpoint.tensors, weight_map(config))
+
+
+def _plan(
+    checkpoint: Checkpoint, specs: tuple[LayerSpec, ...], config: ModelConfig, options: LoadOptions, *, tied: bool
+) -> LoadPlan:
+    direct = options.device == "cpu"
+    if checkpoint.saved is not None:
+        from streaming.sharded_plan import make_stored_plan
+
+        return make_stored_plan(checkpoint, specs, direct=direct)
+    names = weight_map(config)
+    if checkpoint.format == "dummy":
+        from streaming.dummy import own_names
+
+        names = own_names(names)
+    return make_plan(
+        checkpoint, specs, names, tied=tied, direct=direct, read=read_tensor,
+        strict=options.loader.weights_track,
+    )  # fmt: skip
 
 
 def resolve_dtype(asked: str, config: ModelConfig, checkpoint: Checkpoint) -> DType:
-    """The dtype of the shell: as asked, else the config's, else the files' most frequent float dtype by bytes."""
+    """The dtype of the shell: as saved, as asked, the config's, else the most frequent float dtype of what is used."""
+    if checkpoint.saved is not None:
+        return next(dtype for dtype in DType if dtype.torch_name == checkpoint.saved["dtype"])
     if (named := DTYPES[asked]) is not None:
         return named
     if config.dtype is not None:
         return config.dtype
     found: Counter[DType] = Counter()
-    for tensor in checkpoint.tensors.values():
-        if tensor.dtype.is_wide:
+    names = weight_map(config)
+    for name, tensor in checkpoint.tensors.items():
+        if tensor.dtype.is_wide and not isinstance(names.locate(name), Dropped):
             found[DType.BF16 if tensor.encoding else tensor.dtype] += tensor.numel
     return found.most_common(1)[0][0] if found else DType.BF16
+
+
+def check_remote_options(options: LoadOptions) -> None:
+    """Refuse what says how local files are read."""
+    if options.reader != "process":
+        raise OptionError(
+            f"--reader {options.reader} reads local files; a remote model is read by a process of its own"
+        )
+    if options.safetensors_load_strategy is not None:
+        raise OptionError(
+            f"--safetensors-load-strategy {options.safetensors_load_strategy} is a way to read local files; leave it "
+            "out for a remote model"
+        )
 
 
 def check_length(max_model_len: int | None, config: ModelConfig) -> None:
@@ -96,12 +164,8 @@ def check_length(max_model_len: int | None, config: ModelConfig) -> None:
         )
 
 
-def holds_only_zeros(tensor: TensorInfo) -> bool:
-    """Whether the tensor's bytes are all zero (or the sign bits of negative zeros); for small tensors: it is read."""
-    with open(tensor.file, "rb") as file:
-        file.seek(tensor.offset)
-        data = file.read(tensor.nbytes)
-    last = tensor.dtype.itemsize - 1  # little endian: the sign stands in a number's last byte
-    signs = data[last :: tensor.dtype.itemsize]
-    numbers = (data[offset :: tensor.dtype.itemsize] for offset in range(last))
-    return len(data) == tensor.nbytes and not any(map(any, numbers)) and not signs.strip(b"\x00\x80")
+def read_tensor(tensor: TensorInfo) -> bytes:
+    """All bytes of one (small) tensor."""
+    with closing(open_ranges(tensor.file)) as ranges:
+        (data,) = ranges.read([(tensor.offset, tensor.nbytes)])
+    return bytes(data)

@@ -58,7 +58,7 @@ class Progress:
         self._steps: dict[str, dict[Reached, Step]] = {layer: {} for layer in layers}
         self._lock = threading.Lock()
         self._drawing = enabled and stream.isatty()
-        self._columns = columns if columns is not None else _columns(stream) if self._drawing else 0
+        self._columns = columns if columns is not None else terminal_columns(stream) if self._drawing else 0
         self._in_place = self._columns >= _NARROW and os.environ.get("TERM") != "dumb"
         self._live = 0  # lines of the block that is on the screen now
         self._start_s = self._drawn_s = clock()
@@ -148,7 +148,8 @@ def _fit(line: str, columns: int) -> str:
     return line[: max(columns - 1, 0)]
 
 
-def _columns(stream: TextIO) -> int:
+def terminal_columns(stream: TextIO) -> int:
+    """How wide the terminal behind a stream is; 80 where that is not known."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80  # 0: a terminal that was never given a size
     except (OSError, ValueError):  # no file behind the stream

@@ -10,12 +10,14 @@ waits for memory that a later one holds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
+from streaming.checkpoint.remote_file import WeightFile
 from streaming.errors import BudgetError
+from streaming.open_files import FileState
 from streaming.plan import LoadItem, LoadPlan
 
 PIECE_NBYTES = 8 << 20  # one read call: short enough to end soon when the load is cancelled
@@ -27,6 +29,7 @@ class Region(IntEnum):
 
     FINAL = 0
     WINDOW = 1
+    MAPPED = 2  # none: the bytes stay in their file, which is mapped (see streaming.kept_maps)
 
 
 @dataclass(frozen=True)
@@ -46,16 +49,21 @@ class Piece:
 class ReadPlan:
     """Everything a reader needs."""
 
-    files: tuple[Path, ...]
+    files: tuple[WeightFile, ...]
     pieces: tuple[Piece, ...]
     final_nbytes: int
     window_nbytes: int
     final_offsets: Mapping[tuple[str, str], int]  # (parameter, stored name) -> offset in final memory
     window_offsets: Mapping[int, int]  # item -> offset in the window
+    mapped: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)  # what stays in its file, where
+    states: tuple[FileState, ...] = ()  # of the files when they were planned; () where that is not known
 
 
-def plan_reads(plan: LoadPlan, *, window_nbytes: int) -> ReadPlan:
-    """Lay out both regions, cut every item into pieces. Raises BudgetError when an item is larger than the window."""
+def plan_reads(plan: LoadPlan, *, window_nbytes: int, keep_maps: bool = False) -> ReadPlan:
+    """Lay out both regions, cut every item into pieces. Raises BudgetError when an item is larger than the window.
+
+    `keep_maps`: parameters whose bytes can be used where they lie in their file are left there.
+    """
     if (largest := plan.largest_staged_nbytes) > window_nbytes:
         raise BudgetError(
             f"the window of {window_nbytes:,} bytes is smaller than the largest weight that passes through it "
@@ -64,19 +72,24 @@ def plan_reads(plan: LoadPlan, *, window_nbytes: int) -> ReadPlan:
     staged = [item for item in plan.items if not item.direct]
     slots = ring_slots([item.nbytes for item in staged], capacity=window_nbytes)
     window = {item.index: slot for item, slot in zip(staged, slots, strict=True)}
-    final, final_nbytes = final_layout(plan)
-    files: dict[Path, int] = {}
+    kept = views_of_files(plan) if keep_maps else {}
+    final, final_nbytes = final_layout(plan, without=kept)
+    files: dict[WeightFile, int] = {}
     pieces = []
     for item in plan.items:
         file = files.setdefault(item.tensor.file, len(files))
-        dest, released = (_final_dest(item, final), 0) if item.direct else window[item.index]
         region = Region.FINAL if item.direct else Region.WINDOW
+        if item.direct and stored_key(item) in kept:
+            region, dest, released = Region.MAPPED, 0, 0
+        else:
+            dest, released = (_final_dest(item, final), 0) if item.direct else window[item.index]
         for start in range(0, item.nbytes, PIECE_NBYTES):
             size = min(PIECE_NBYTES, item.nbytes - start)
             pieces.append(Piece(item.index, file, item.file_offset + start, size, region, dest + start, released))
     used = min(window_nbytes, sum(_aligned(item.nbytes) for item in staged))
     offsets = {index: slot[0] for index, slot in window.items()}
-    return ReadPlan(tuple(files), tuple(pieces), final_nbytes, used, final, offsets)
+    mapped = {key: (files[file], offset) for key, (file, offset) in kept.items()}
+    return ReadPlan(tuple(files), tuple(pieces), final_nbytes, used, final, offsets, mapped)
 
 
 def ring_slots(sizes: Sequence[int], *, capacity: int) -> list[tuple[int, int]]:
@@ -97,23 +110,46 @@ def ring_slots(sizes: Sequence[int], *, capacity: int) -> list[tuple[int, int]]:
     return slots
 
 
-def final_layout(plan: LoadPlan) -> tuple[dict[tuple[str, str], int], int]:
-    """Offsets in final memory of every parameter that is filled by direct items alone, and the bytes they take."""
+def final_layout(
+    plan: LoadPlan, *, without: Collection[tuple[str, str]] = ()
+) -> tuple[dict[tuple[str, str], int], int]:
+    """Offsets in final memory of every stored tensor that is filled by direct items alone, and the bytes they take."""
     offsets: dict[tuple[str, str], int] = {}
     end = 0
     for item in plan.items:
-        name = item.param.name
-        key = (name, name.rpartition(".")[2])
-        if item.direct and key not in offsets:
-            offsets[key] = end
-            end = _aligned(end + item.param.nbytes)
+        if item.direct and stored_key(item) not in offsets and stored_key(item) not in without:
+            offsets[stored_key(item)] = end
+            end = _aligned(end + (item.param.nbytes if item.stored is None else item.tensor.nbytes))
     return offsets, end
 
 
+def stored_key(item: LoadItem) -> tuple[str, str]:
+    """(parameter, stored name) of the tensor that the item is part of."""
+    return item.param.name, item.stored or item.param.name.rpartition(".")[2]
+
+
+def views_of_files(plan: LoadPlan) -> dict[tuple[str, str], tuple[WeightFile, int]]:
+    """Stored tensors that lie in a local file byte for byte as they are wanted, in one run that is aligned.
+
+    Bits of products can depend on where a weight begins, so one that is not aligned is moved.
+    """
+    begins: dict[tuple[str, str], tuple[WeightFile, int]] = {}
+    ends: dict[tuple[str, str], int] = {}
+    broken: set[tuple[str, str]] = set()
+    for item in plan.items:
+        key = stored_key(item)
+        first = begins.setdefault(key, (item.tensor.file, item.file_offset))
+        local = isinstance(item.tensor.file, Path) and not item.tensor.generated
+        runs_on = ends.setdefault(key, item.file_offset) == item.file_offset and first[0] == item.tensor.file
+        if not (item.direct and local and runs_on and first[1] % ALIGNMENT == 0 and item.nbytes):
+            broken.add(key)
+        ends[key] = item.file_offset + item.nbytes
+    return {key: place for key, place in begins.items() if key not in broken}
+
+
 def _final_dest(item: LoadItem, offsets: Mapping[tuple[str, str], int]) -> int:
-    name = item.param.name
     row = sum(item.param.section_rows[: item.section]) + item.section_rows[0]
-    return offsets[name, name.rpartition(".")[2]] + row * item.tensor.row_nbytes
+    return offsets[stored_key(item)] + row * item.tensor.row_nbytes
 
 
 def _aligned(nbytes: int) -> int:

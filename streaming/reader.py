@@ -9,27 +9,39 @@ waits for. This module imports neither torch nor anyio.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import mmap
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from streaming import reading
 from streaming.errors import CheckpointError, WorkerError
+from streaming.file_faults import descriptor_limit, system_fault
+from streaming.open_files import FileState, state_of
 from streaming.read_plan import ReadPlan, Region
+from streaming.read_strategy import READ_THREADS, ReadMethod
 
-READ_THREADS = 2  # enough to keep a local disk's queue filled; more take time from the one who computes
+_ROOT = Path(__file__).parents[1]
+_PROGRAM = (
+    "-I", "-S", "-c", "import sys; sys.path.append(sys.argv[1]); from streaming.reading import main; main()", str(_ROOT)
+)  # fmt: skip
+_DIRECT = ReadMethod()
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One piece that was read, or failed: error is None, an errno, or "short" when the file ended too early."""
+    """One piece that was read, or failed: `error` says what happened.
+
+    None: it is there; an errno; "short": the file ended too early; "changed": the file is not what it was; or words.
+    """
 
     piece: int
     error: int | str | None
@@ -76,11 +88,11 @@ class Reader(Protocol):
         ...
 
 
-def open_reader(read_plan: ReadPlan, *, threads: int = READ_THREADS) -> Reader:
+def open_reader(read_plan: ReadPlan, *, method: ReadMethod = _DIRECT) -> Reader:
     """Start reading: in a process of its own where memory can be shared by a descriptor, in threads elsewhere."""
     if hasattr(os, "memfd_create"):
-        return ProcessReader(read_plan, threads=threads)
-    return ThreadReader(read_plan, threads=threads)
+        return ProcessReader(read_plan, method=method)
+    return ThreadReader(read_plan, method=method)
 
 
 class _Records:
@@ -111,7 +123,10 @@ class _Records:
 
 
 def _completion(piece: int, code: int, start_s: float, end_s: float) -> Completion:
-    return Completion(piece, "short" if code == reading.SHORT else code or None, start_s, end_s)
+    return Completion(piece, _WORDS.get(code, code or None), start_s, end_s)
+
+
+_WORDS = {reading.SHORT: "short", reading.CHANGED: "changed"}
 
 
 def _flat(read_plan: ReadPlan) -> list[tuple[int, int, int, int, int, int]]:
@@ -119,15 +134,38 @@ def _flat(read_plan: ReadPlan) -> list[tuple[int, int, int, int, int, int]]:
 
 
 def open_files(read_plan: ReadPlan) -> list[int]:
-    """Open every file that is read, once; raises CheckpointError naming the one that cannot be."""
+    """Open every local file that is read, once, -1 for remote ones; CheckpointError names the one that cannot be."""
     descriptors: list[int] = []
     for file in read_plan.files:
         try:
-            descriptors.append(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+            descriptors.append(os.open(file, os.O_RDONLY | os.O_CLOEXEC) if isinstance(file, Path) else -1)
         except OSError as error:
             _close_all(descriptors)
-            raise CheckpointError(f"{file}: {error.strerror}") from error
+            raise CheckpointError(system_fault(file, error.errno)) from error
     return descriptors
+
+
+def file_states(read_plan: ReadPlan) -> list[FileState]:
+    """The states of local files, as they were planned, or as they are now; each can be opened.
+
+    Raises CheckpointError naming the one that cannot be. They are opened again when their first piece is due.
+    """
+    states = []
+    for index, file in enumerate(read_plan.files):
+        assert isinstance(file, Path)
+        try:
+            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(system_fault(file, error.errno)) from error
+        try:
+            states.append(read_plan.states[index] if read_plan.states else state_of(os.fstat(descriptor)))
+        finally:
+            os.close(descriptor)
+    return states
+
+
+def _paths(read_plan: ReadPlan) -> list[str]:
+    return [os.path.abspath(str(file)) for file in read_plan.files]
 
 
 def _close_all(descriptors: list[int]) -> None:
@@ -138,32 +176,52 @@ def _close_all(descriptors: list[int]) -> None:
 
 
 class ProcessReader:
-    """A reader in a process of its own, writing into memory that both processes map."""
+    """A reader in a process of its own, writing into memory that both processes map.
 
-    def __init__(self, read_plan: ReadPlan, *, threads: int = READ_THREADS) -> None:
+    `program`, `job` and `inherited` are another program than `reading.py`: the interpreter's arguments, what it is told
+    besides, and descriptors that it needs. It inherits the descriptors of all local files, unless it opens them itself
+    (`by_path`).
+    """
+
+    def __init__(
+        self,
+        read_plan: ReadPlan,
+        *,
+        threads: int = READ_THREADS,
+        method: ReadMethod | None = None,
+        program: Sequence[str] = _PROGRAM,
+        job: Mapping[str, object] = MappingProxyType({}),
+        inherited: Sequence[int] = (),
+        by_path: bool | None = None,
+    ) -> None:
         self.read_plan = read_plan
         self._shared: dict[Region, int] = {}
         self._memory: dict[Region, mmap.mmap] = {}
-        files = open_files(read_plan)
+        own = program is _PROGRAM if by_path is None else by_path
+        states = file_states(read_plan) if own else []
+        files = [] if own else open_files(read_plan)
+        how = method or ReadMethod(threads=threads)
         try:
             self._share(Region.FINAL, read_plan.final_nbytes)
             self._share(Region.WINDOW, read_plan.window_nbytes)
-            inherited = [*files, *self._shared.values()]
+            opened = [file for file in files if file >= 0]
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(Path(reading.__file__))],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=inherited, start_new_session=True,
+                [sys.executable, *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                pass_fds=[*opened, *self._shared.values(), *inherited], start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             _close_all(list(self._shared.values()))
             self._memory.clear()
-            raise WorkerError(f"the reader process could not be started: {error}") from error
+            why = descriptor_limit() if error.errno == errno.EMFILE else error
+            raise WorkerError(f"the reader process could not be started: {why}") from error
         finally:
-            job = self._job(files, threads)
+            opened_by = {"paths": _paths(read_plan), "states": states} if own else {"descriptors": files}
+            line = json.dumps({**self._job(how), **opened_by, **job}).encode() + b"\n"
             _close_all(files)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._records = _Records(self._process.stdout.fileno(), len(read_plan.pieces))
-        self._send(job)
+        self._send(line)
 
     def _share(self, region: Region, nbytes: int) -> None:
         if nbytes:
@@ -172,10 +230,9 @@ class ProcessReader:
             os.ftruncate(descriptor, nbytes)
             self._memory[region] = mmap.mmap(descriptor, nbytes)
 
-    def _job(self, files: list[int], threads: int) -> bytes:
+    def _job(self, how: ReadMethod) -> dict[str, object]:
         regions = [self._shared.get(region, -1) for region in Region]
-        job = {"descriptors": files, "regions": regions, "pieces": _flat(self.read_plan), "threads": threads}
-        return json.dumps(job).encode() + b"\n"
+        return {"regions": regions, "pieces": _flat(self.read_plan), "threads": how.threads, "how": asdict(how)}
 
     def _send(self, data: bytes) -> None:
         assert self._process.stdin is not None
@@ -217,24 +274,47 @@ class ProcessReader:
         self._memory.clear()
 
 
+def _own_memory(nbytes: int) -> mmap.mmap:
+    """Private: what nobody shares is not counted as shared either."""
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 class ThreadReader:
-    """A reader on threads of this process. `before` is called with each piece's index before it is read."""
+    """A reader on threads of this process. `before` is called with each piece's index before it is read.
+
+    `fill_of` makes, of the regions, what fills them in place of reads, as `reading.fill_memory` does: no file is opened
+    then, and it is given a file's place in the plan where that one is given its descriptor.
+    """
 
     def __init__(
-        self, read_plan: ReadPlan, *, threads: int = READ_THREADS, before: Callable[[int], None] | None = None
+        self,
+        read_plan: ReadPlan,
+        *,
+        threads: int = READ_THREADS,
+        method: ReadMethod | None = None,
+        before: Callable[[int], None] | None = None,
+        fill_of: Callable[[Sequence[memoryview]], reading.Fill] | None = None,
     ) -> None:
         self.read_plan = read_plan
         sizes = {Region.FINAL: read_plan.final_nbytes, Region.WINDOW: read_plan.window_nbytes}
-        self._memory = {region: mmap.mmap(-1, size) for region, size in sizes.items() if size}
-        self._files = open_files(read_plan)
+        self._memory = {region: _own_memory(size) for region, size in sizes.items() if size}
+        states = [] if fill_of else file_states(read_plan)
+        pieces = _flat(read_plan)
+        self._files = reading.open_files_of(pieces, _paths(read_plan), states)
         receive, self._pipe = os.pipe()
         self._records = _Records(receive, len(read_plan.pieces))
         regions = [memoryview(self._memory.get(region, b"")) for region in Region]
-        fill = reading.fill_memory(regions)
-        self._reader = reading.PieceReader(_flat(read_plan), self._files, fill, self._report, before=before)
-        self._threads = [
-            threading.Thread(target=self._reader.run, name="firstlayer-read", daemon=True) for _ in range(threads)
-        ]
+        works: list[Callable[[], None]]
+        if fill_of is not None:
+            files = range(len(read_plan.files))
+            self._reader: reading.Carrier
+            self._reader = reading.PieceReader(pieces, files, fill_of(regions), self._report, before=before)
+            works = [self._reader.run] * threads
+        else:
+            how = asdict(method or ReadMethod(threads=threads))
+            memory = reading.own_memory(regions)
+            self._reader, works = reading.make_carrier(pieces, self._files, how, memory, self._report, before=before)
+        self._threads = [threading.Thread(target=work, name="firstlayer-read", daemon=True) for work in works]
         for thread in self._threads:
             thread.start()
 
@@ -268,6 +348,7 @@ class ThreadReader:
         self._reader.stop()
         for thread in self._threads:
             thread.join(timeout=1.0)  # a read that hangs in the kernel cannot be cut short; it holds nothing else
-        _close_all([*self._files, self._pipe, self._records.descriptor])
+        self._files.close()
+        _close_all([self._pipe, self._records.descriptor])
         self._pipe = -1
         self._memory.clear()

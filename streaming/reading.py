@@ -1,6 +1,6 @@
 """The reader's own program: fills memory from files, piece after piece, outside the interpreter that imports torch.
 
-Run as `python -I -S reading.py` by `reader.py`, or as threads of the same process. It needs nothing but the standard
+Run by `reader.py` as a process with `-I -S`, or as threads of the same process. It needs nothing but the standard
 library, so it starts in about 10 ms. Importing torch holds the interpreter for seconds; a second process does not mind.
 
 Standard input: one job (a line of JSON), then 8-byte counts of released window items as they grow. Its end means: stop.
@@ -11,19 +11,22 @@ import errno
 import json
 import mmap
 import os
-import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
-RECORD = struct.Struct("<iidd")  # piece, errno (0 = done, SHORT = the file ended), start and end on the monotonic clock
-COUNT = struct.Struct("<Q")
-SHORT = -1
+from streaming.open_files import CHANGED as CHANGED
+from streaming.open_files import OpenFiles
+from streaming.reading_records import COUNT as COUNT
+from streaming.reading_records import RECORD as RECORD
+from streaming.reading_records import SHORT as SHORT
+
 BUFFER_NBYTES = 1 << 20
 
 _Piece = tuple[int, int, int, int, int, int]  # file, file offset, nbytes, region, dest, released
+Fill = Callable[[int, int, int, int, int], int]  # (descriptor, offset, nbytes, region, dest) -> 0, or SHORT
 
 
 class PieceReader:
@@ -33,7 +36,7 @@ class PieceReader:
         self,
         pieces: Sequence[_Piece],
         descriptors: Sequence[int],
-        fill: Callable[[int, int, int, int, int], int],
+        fill: Fill,
         report: Callable[[bytes], None],
         *,
         before: Callable[[int], None] | None = None,
@@ -129,7 +132,38 @@ def write_fully(descriptor: int, data: Any, offset: int) -> None:
         done += os.pwrite(descriptor, data[done:], offset + done)
 
 
-def _serve() -> None:
+def fill_checked(files: OpenFiles, fill: Fill) -> Fill:
+    """`fill`, given a file's number in place of its descriptor; CHANGED where the file is not what it was."""
+
+    def fill_from(file: int, offset: int, nbytes: int, region: int, dest: int) -> int:
+        descriptor, changed = files.take(file), 0
+        try:
+            code = fill(descriptor, offset, nbytes, region, dest)
+        finally:
+            changed = files.give_back(file)
+        return code or changed
+
+    return fill_from
+
+
+class Carrier(Protocol):
+    """Who carries a job out: several threads may call run()."""
+
+    def run(self) -> None:
+        """Work until nothing is left, something fails, or stop() is called."""
+        ...
+
+    def release(self, count: int) -> None:
+        """`count` window items have been released in all."""
+        ...
+
+    def stop(self) -> None:
+        """Begin nothing more."""
+        ...
+
+
+def main() -> None:
+    """Carry out one job from standard input; its end means: stop."""
     job = json.loads(sys.stdin.buffer.readline())
     pieces = [tuple(piece) for piece in job["pieces"]]
     lock = threading.Lock()
@@ -141,14 +175,78 @@ def _serve() -> None:
             except OSError:  # nobody listens any more
                 os._exit(0)
 
-    reader = PieceReader(pieces, job["descriptors"], fill_shared(job["regions"]), report)
-    threads = [threading.Thread(target=reader.run, daemon=True) for _ in range(job["threads"])]
-    for thread in threads:
-        thread.start()
+    files = open_files_of(pieces, job["paths"], job["states"])
+    carrier, works = make_carrier(pieces, files, job["how"], shared_memory(job["regions"]), report)
+    for work in works:
+        threading.Thread(target=work, daemon=True).start()
     while len(count := sys.stdin.buffer.read(COUNT.size)) == COUNT.size:
-        reader.release(COUNT.unpack(count)[0])
+        carrier.release(COUNT.unpack(count)[0])
     os._exit(0)  # whoever asked is gone or wants no more: a read in flight must not keep the process
 
 
-if __name__ == "__main__":
-    _serve()
+def open_files_of(pieces: Sequence[_Piece], paths: Sequence[str], states: Sequence[Any]) -> OpenFiles:
+    """The files of these pieces."""
+    uses = [0] * len(paths)
+    for piece in pieces:
+        uses[piece[0]] += 1
+    return OpenFiles(paths, [tuple(state) for state in states], uses)
+
+
+class Memory(NamedTuple):
+    """The ways to fill one kind of memory."""
+
+    fill: Fill
+    fill_from_map: Callable[[], Fill]
+    put: Callable[[memoryview, int, int], None]  # (bytes, region, dest)
+
+
+def shared_memory(shared: Sequence[int]) -> Memory:
+    """Memory behind descriptors."""
+
+    def fill_from_map() -> Fill:
+        from streaming.mapped_fill import fill_shared_from_map
+
+        return fill_shared_from_map(shared)
+
+    return Memory(
+        fill_shared(shared), fill_from_map, lambda data, region, dest: write_fully(shared[region], data, dest)
+    )
+
+
+def own_memory(regions: Sequence[Any]) -> Memory:
+    """Memory of this process."""
+
+    def fill_from_map() -> Fill:
+        from streaming.mapped_fill import fill_memory_from_map
+
+        return fill_memory_from_map(regions)
+
+    def put(data: memoryview, region: int, dest: int) -> None:
+        regions[region][dest : dest + len(data)] = data
+
+    return Memory(fill_memory(regions), fill_from_map, put)
+
+
+def make_carrier(
+    pieces: Sequence[_Piece],
+    files: OpenFiles,
+    how: Mapping[str, Any],
+    memory: Memory,
+    report: Callable[[bytes], None],
+    *,
+    before: Callable[[int], None] | None = None,
+) -> tuple[Carrier, list[Callable[[], None]]]:
+    """Who reads, and what its threads run. `how` is a ReadMethod as a dict (see streaming.read_strategy)."""
+    if how["strategy"] == "eager":
+        from streaming.whole_files import WholeFileReader
+
+        whole = WholeFileReader(pieces, files, memory.put, report, before=before)
+        return whole, [whole.run]
+    fill = fill_checked(files, memory.fill_from_map() if how["strategy"] == "lazy" else memory.fill)
+    if how["strategy"] == "prefetch":
+        from streaming.prefetching import PrefetchedReader
+
+        ahead = PrefetchedReader(pieces, files, fill, report, how=how, before=before)
+        return ahead, [*[ahead.fetch] * how["ahead_threads"], *[ahead.run] * how["threads"]]
+    reader = PieceReader(pieces, range(len(files)), fill, report, before=before)
+    return reader, [reader.run] * how["threads"]

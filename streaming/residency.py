@@ -29,7 +29,11 @@ class LayerState(Enum):
 class Residency:
     """States of all layers. `ready` means: read, cut, converted, quantized, post-processed, visible to the compute."""
 
-    def __init__(self, layers: Sequence[str], tracer: Tracer) -> None:
+    def __init__(
+        self, layers: Sequence[str], tracer: Tracer, *, check: Callable[[str], None] = lambda layer: None
+    ) -> None:
+        """`check(layer)` is called at each lease, and raises when the layer's memory is no longer what was loaded."""
+        self._check = check
         self._states = dict.fromkeys(layers, LayerState.EMPTY)
         self._stages = dict.fromkeys(layers, "read")
         self._unready = len(layers)
@@ -111,6 +115,7 @@ class Residency:
         `stop` is called whenever the wait is disturbed, and raises when the request is cancelled.
         """
         self._await(layer, lambda: self._states[layer] is LayerState.READY, stop)
+        self._check(layer)
         with self._changed:
             self._leases[layer] += 1
             event = self._events.get(layer)
@@ -123,6 +128,7 @@ class Residency:
     def lease_rows(self, layer: str, param: str, rows: int, *, stop: Callable[[], None]) -> None:
         """Wait until the first `rows` rows of a parameter are there; they stay until the layer is evicted."""
         self._await(layer, lambda: self._rows.get((layer, param), 0) >= rows or self.is_ready(layer), stop)
+        self._check(layer)
 
     def wake(self) -> None:
         """Make every waiting thread look again (at its own reason to stop)."""

@@ -19,12 +19,19 @@ def needs_host(item: LoadItem) -> bool:
 
 
 def is_quantized(item: LoadItem) -> bool:
-    """Whether the item is kept in another form than its wide numbers."""
-    return item.param.kind in (ParamKind.LINEAR, ParamKind.HEAD) and item.param.scheme.name != "none"
+    """Whether the item has yet to be brought into another form than its wide numbers."""
+    return (
+        item.stored is None
+        and item.param.kind in (ParamKind.LINEAR, ParamKind.HEAD)
+        and item.param.scheme.name != "none"
+    )
 
 
 def wide_dtype(item: LoadItem) -> DType:
-    """The dtype of the numbers that the slice stage hands on: a weight is quantized from what is on disk."""
+    """The dtype of the numbers that the slice stage hands on: a weight is quantized from what is on disk, and what is
+    stored there already stays as it is."""
+    if item.stored is not None:
+        return item.tensor.dtype
     if not is_quantized(item):
         return item.param.dtype
     return item.tensor.dtype if item.tensor.is_plain else DType.F32
@@ -40,6 +47,9 @@ def item_views(item: LoadItem, stored: Mapping[str, torch.Tensor]) -> dict[str, 
 
     An item of several sections has parts of its own for each of them where it is quantized (see `store_item`).
     """
+    if item.stored is not None:
+        whole = stored[item.stored]
+        return {item.stored: whole[item.rows[0] : item.rows[1]] if whole.dim() else whole}
     rows = sum(item.param.section_rows[item.section : item.section + item.sections])
     if is_quantized(item):
         views = item.param.scheme.section_views(stored, item.param.section_rows, item.section)
@@ -64,7 +74,7 @@ def slice_item(item: LoadItem, raw: torch.Tensor, out: torch.Tensor | None) -> t
 
     With `out` they are written there (and that is returned); without, a plain item is a view of `raw`.
     """
-    shape = (item.rows[1] - item.rows[0], *item.param.shape[1:])
+    shape = item_shape(item)
     dtype = to_torch(wide_dtype(item))
     if not needs_decoding(item):
         return raw.view(dtype).view(shape)
@@ -75,6 +85,13 @@ def slice_item(item: LoadItem, raw: torch.Tensor, out: torch.Tensor | None) -> t
     else:
         decode_into(item.tensor, raw, out, first_row=item.rows[0])
     return out
+
+
+def item_shape(item: LoadItem) -> tuple[int, ...]:
+    """The shape of the item's numbers."""
+    if item.stored is not None:
+        return (item.rows[1] - item.rows[0], *item.tensor.shape[1:]) if item.tensor.shape else ()
+    return (item.rows[1] - item.rows[0], *item.param.shape[1:])
 
 
 def _plain(raw: torch.Tensor, item: LoadItem) -> torch.Tensor:

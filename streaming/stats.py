@@ -26,8 +26,12 @@ class Summary:
     """Seconds count from the start of the process unless said otherwise; None where it did not come to that.
 
     `from_load_s`: to the first token, from the moment imports were done (or from the call, where they were before).
-    `peak_rss_bytes`: the peak over all processes, shared memory once. `stalls`: seconds the forward pass waited, by the
-    stage in which the missing layer was.
+    `bytes_read`: of weights, once the load is over just what the plan says; `bytes_rows`: of embedding rows,
+    fetched ahead of their table. `peak_rss_bytes`: the peak over all processes, shared memory once. `stalls`:
+    seconds the forward pass waited, by the stage in which the missing layer was. `stages`: seconds of work by name:
+    import, shell (the modules), read, slice, quantize, publish, post-process (packed copies), forward; work at the
+    same time counts for each. `quantize_s`: of the quantizing alone. `load_format`: what the files are; "dummy"
+    where there are none.
     """
 
     ttft_s: float | None = None
@@ -41,6 +45,7 @@ class Summary:
     decode_tok_s: float | None = None
     tokens_per_s: float | None = None
     bytes_read: int = 0
+    bytes_rows: int = 0
     bytes_kept: int = 0
     peak_rss_bytes: int = 0
     peak_rss_mb: float = 0.0
@@ -50,6 +55,10 @@ class Summary:
     stalls: Mapping[str, float] = field(default_factory=dict)
     stages: Mapping[str, float] = field(default_factory=dict)
     layers_by_scheme: Mapping[str, int] = field(default_factory=dict)
+    quantize_s: float = 0.0
+    load_format: str = ""
+    read_strategy: str = ""
+    read_strategy_reason: str = ""
     token_ids: list[int] = field(default_factory=list)
     first_token_id: int | None = None
     text: str | None = None
@@ -71,12 +80,14 @@ def _rounded(value: object) -> object:
 
 def summary_lines(summary: Summary) -> list[str]:
     """The summary for people, a fact per line."""
-    schemes = ", ".join(f"{count} {name}" for name, count in summary.layers_by_scheme.items())
+    schemes = ", ".join(f"{count} in {name}" for name, count in summary.layers_by_scheme.items())
+    dummy = " (dummy: the weights are made up)" if summary.load_format == "dummy" else ""
     lines = [
         _fact("first token", _s(summary.ttft_s), f"from process start; {_s(summary.from_load_s)} from load"),
         _fact("first layer", _s(summary.first_layer_ready_s), f"ready; forward from {_s(summary.first_forward_s)} on"),
-        _fact("load done", _s(summary.load_done_s), f"{format_size(summary.bytes_read)} read, {schemes} weights kept "
-              f"in {format_size(summary.bytes_kept)}"),
+        _fact("load done", _s(summary.load_done_s), f"{format_size(summary.bytes_read)} read{dummy}, "
+              f"{format_size(summary.bytes_kept)} kept"),
+        _fact("layers", "", f"{schemes}; quantized in {_s(summary.quantize_s)}"),
         _fact("time", "", ", ".join(f"{name} {_s(value)}" for name, value in summary.stages.items())),
         _fact("stalls", "", ", ".join(f"{k} {_s(v)}" for k, v in summary.stalls.items()) or "none"),
         _fact("memory", format_size(summary.peak_rss_bytes), f"peak of all processes; the plan's own share "

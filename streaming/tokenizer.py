@@ -79,7 +79,7 @@ class Tokenizer(Protocol):
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer that a checkpoint brings: tokenizer.json of its folder, or a GGUF's own metadata.
+    """The tokenizer that a checkpoint brings: tokenizer.json or tekken.json of its folder, or a GGUF's own metadata.
 
     Raises CheckpointError when there is none, CheckpointFormatError when it is broken, StreamingError when the
     `tokenizers` package is missing.
@@ -93,17 +93,28 @@ def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
             "text needs the package tokenizers, which is not installed: pip install tokenizers, "
             "or give token ids (--ids 1,2,3)"
         ) from error
-    if checkpoint.format == "gguf":
+    if checkpoint.format == "gguf" or checkpoint.metadata:  # a GGUF's, or what save-shards kept of one
         return build_tokenizer(gguf_recipe(checkpoint.metadata, source=str(checkpoint.root)))
     folder = checkpoint.root if checkpoint.root.is_dir() else checkpoint.root.parent
     path = folder / "tokenizer.json"
     if not path.is_file():
+        if (tekken := folder / "tekken.json").is_file():
+            from streaming.tekken import tekken_recipe
+
+            return build_tokenizer(tekken_recipe(tekken))
         raise CheckpointError(_no_tokenizer(folder))
     return load_tokenizer(path, settings=read_tokenizer_settings(folder))
 
 
 # What other libraries keep a vocabulary in; none of them is read here.
-_OTHER_VOCABULARIES = ("tokenizer.model", "tekken.json", "vocab.json", "spiece.model", "tiktoken.model", "vocab.txt")
+_OTHER_VOCABULARIES = (
+    "tokenizer.model",
+    "tokenizer.model.v3",
+    "vocab.json",
+    "spiece.model",
+    "tiktoken.model",
+    "vocab.txt",
+)
 
 
 def _no_tokenizer(folder: Path) -> str:

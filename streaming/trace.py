@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-LANES = ("import", "read", "slice", "quantize", "post-process", "publish", "forward", "stall")
+LANES = ("import", "shell", "read", "slice", "quantize", "post-process", "publish", "forward", "stall")
 """The known lanes in the order in which they are shown; others follow in the order of their first span."""
 
 MARK = "mark"

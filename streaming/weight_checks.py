@@ -27,10 +27,12 @@ class WeightChecks:
         """Look at one item's wide numbers: one pass, no wait for a device."""
         if item.param.kind is ParamKind.BIAS or wide.numel() == 0:
             return  # zeros are what a bias often is, and a bias is never quantized
+        if not item.tensor.dtype.is_wide:
+            return  # stored codes: their scales, which came from all the numbers, are looked at in their place
         key = (item.tensor.name, item.param.name)  # a tied table may be read a second time, for a quantized head
         self._parts.setdefault(key, []).append(torch.stack(torch.aminmax(wide)))
         self._rows[key] = self._rows.get(key, 0) + item.rows[1] - item.rows[0]
-        if self._rows[key] >= item.tensor.shape[0]:
+        if self._rows[key] >= (item.tensor.shape or (1,))[0]:
             self._whole.append((item, key))
 
     def judge(self) -> Iterator[tuple[LoadItem, str]]:

@@ -29,8 +29,9 @@ from layers.mlp import ACTIVATIONS
 from layers.rotary import inverse_frequencies
 from layers.sampler import keep_min_p, keep_top_k, keep_top_p, penalize_repetition
 from quant.dtypes import DType, to_torch
+from tests.layers.family_cases import FAMILY_CASES
 from tests.layers.real_configs import CONFIGS
-from tests.layers.tiny import ALL_WIDE, BASE, new_cache, run, some_ids
+from tests.layers.tiny import ALL_WIDE, BASE, new_cache, rope_of, run, some_ids
 
 LENGTHS = (1, 2, 7, 19, 40)  # ascending: transformers keeps the widest "dynamic" frequencies that it has seen
 
@@ -89,6 +90,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3 longrope, partial": ("phi3", {"head_dim": 16, "tie_word_embeddings": True, "partial_rotary_factor": 0.75,
                                         "original_max_position_embeddings": 16, "rope_parameters": LONGROPE,
                                         "hidden_size": 64}),
+    **FAMILY_CASES,
 }  # fmt: skip
 GROWING = ("llama dynamic", "llama longrope", "llama longrope factors", "phi3 longrope, partial")
 
@@ -127,7 +129,8 @@ def write_checkpoint(transformers: ModuleType, model_type: str, changes: dict[st
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1.0 + 0.2 * values if "norm" in name else 0.25 * values)
+            one = 0.0 if model_type.startswith("gemma") else 1.0  # its norms count from one themselves
+            parameter.copy_(one + 0.2 * values if "norm" in name and name.endswith("weight") else 0.25 * values)
     model.save_pretrained(folder)
     return model
 
@@ -185,7 +188,13 @@ def test_sequences_of_a_batch_do_not_see_each_other(name: str, pairs: dict[str, 
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(DType.BF16, 0.25), (DType.F16, 0.03)])
-@pytest.mark.parametrize("name", ["llama tied", "qwen3 bias, windows, yarn", "phi3 longrope, partial"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama tied", "qwen3 bias, windows, yarn", "phi3 longrope, partial", "gpt2", "glm", "olmo2",
+        "stablelm parallel, norms, bias", "gemma", "gemma2", "gemma3", "phi", "granite", "cohere norms, bias",
+    ],
+)  # fmt: skip
 def test_half_precision_stays_as_near_to_float32_as_the_reference(
     name: str, dtype: DType, tolerance: float, transformers: ModuleType, tmp_path: Path
 ) -> None:
@@ -204,16 +213,17 @@ def test_half_precision_stays_as_near_to_float32_as_the_reference(
 @pytest.mark.parametrize("name", CONFIGS)
 def test_real_configurations_mean_what_transformers_makes_of_them(name: str, transformers: ModuleType) -> None:
     config = parse_config(CONFIGS[name])
+    rope = rope_of(config)
     theirs = transformers.CONFIG_MAPPING[config.model_type].from_dict(deepcopy(CONFIGS[name]))
     assert config.num_kv_heads == theirs.num_key_value_heads
     assert config.rms_norm_eps == theirs.rms_norm_eps
     rotary = rotary_class(config.model_type)(theirs)
-    length = config.rope.original_max_position_embeddings
-    torch.testing.assert_close(inverse_frequencies(config.rope, length=length), rotary.inv_freq, rtol=0, atol=0)
-    assert config.rope.attention_factor == pytest.approx(rotary.attention_scaling, rel=1e-12)
-    if config.rope.kind.value == "longrope":
+    length = rope.original_max_position_embeddings
+    torch.testing.assert_close(inverse_frequencies(rope, length=length), rotary.inv_freq, rtol=0, atol=0)
+    assert rope.attention_factor == pytest.approx(rotary.attention_scaling, rel=1e-12)
+    if rope.kind.value == "longrope":
         rotary(torch.zeros(1), torch.tensor([[length]]))  # one token beyond the trained length
-        frequencies = inverse_frequencies(config.rope, length=length + 1)
+        frequencies = inverse_frequencies(rope, length=length + 1)
         torch.testing.assert_close(frequencies, rotary.inv_freq, rtol=0, atol=0)
 
 
@@ -228,7 +238,7 @@ def test_dynamic_frequencies_grow_as_those_of_transformers(length: int, transfor
     config = parse_config({"architectures": ["LlamaForCausalLM"], **BASE, **changes})
     rotary = rotary_class("llama")(transformers.CONFIG_MAPPING["llama"](**{**BASE, **deepcopy(changes)}))
     cos, sin = rotary(torch.zeros(1), torch.arange(length)[None])
-    angles = torch.arange(length)[:, None].float() * inverse_frequencies(config.rope, length=length)
+    angles = torch.arange(length)[:, None].float() * inverse_frequencies(rope_of(config), length=length)
     torch.testing.assert_close(torch.cat((angles, angles), -1).cos(), cos[0], rtol=0, atol=0)
     torch.testing.assert_close(torch.cat((angles, angles), -1).sin(), sin[0], rtol=0, atol=0)
 

@@ -32,7 +32,8 @@ PLANNING_PATH = (
     "streaming/__init__.py", "streaming/__main__.py", "streaming/cli*.py", "streaming/errors.py",
     "streaming/options.py", "streaming/checkpoint/*.py", "streaming/plan.py", "streaming/read_plan.py",
     "streaming/budget.py", "streaming/prepare.py", "streaming/reader.py", "streaming/reading.py", "streaming/sizes.py",
-    "streaming/stats.py", "streaming/trace.py", "streaming/timeline.py", "streaming/progress.py",
+    "streaming/stats.py", "streaming/remote/*.py", "streaming/trace.py", "streaming/timeline.py",
+    "streaming/progress.py", "streaming/matching.py", "streaming/reader_choice.py",
 )  # fmt: skip
 
 

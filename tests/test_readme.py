@@ -83,7 +83,7 @@ def test_every_option_that_is_named_exists() -> None:
 
 
 def test_every_command_is_shown() -> None:
-    assert set(COMMANDS) == set(re.findall(r"firstlayer ([a-z]+) ", README))
+    assert set(COMMANDS) == set(re.findall(r"firstlayer ([a-z-]+) ", README))
 
 
 def row(name: str) -> str:
@@ -95,9 +95,12 @@ def row(name: str) -> str:
 
 def test_what_is_supported_is_what_there_is() -> None:
     assert row("schemes").split(", ") == list(scheme_names())
-    assert re.findall(r"\b(?:F32|F16|BF16|Q\d_\w)\b", row("formats")) == [kind.name for kind in READABLE.values()]
+    assert re.findall(r"\b(?:B?F\d\d|T?I?Q\d_\w+|[MN]\w*FP4)\b", row("formats")) == [
+        kind.name for kind in READABLE.values()
+    ]
     assert [family.model_type for family in FAMILIES] == sorted(family.model_type for family in FAMILIES)
-    assert set(re.findall(r"\b[a-z]+\d?\b(?= \(|,|$)", row("families"))) >= {family.model_type for family in FAMILIES}
+    named = set(re.findall(r"\b[a-z]+\d?(?:_text)?\b(?= \(|,|$)", row("families")))
+    assert named >= {family.model_type for family in FAMILIES}
 
 
 def tree() -> set[str]:

@@ -1,4 +1,4 @@
-"""From a tensor's bytes to its numbers: block encodings, byte order, and llama's interleaved rows put right.
+"""From a tensor's bytes to its numbers: block encodings, byte order, shifts, and llama's interleaved rows put right.
 
 R rows, C values in a row. Work goes in chunks of whole rows (of whole heads where rows are interleaved) that stay in
 the processor's cache, so the temporary is small and the same memory is used again. torch is imported inside the
@@ -62,6 +62,8 @@ def decode_into(info: TensorInfo, raw: ReadableBuffer | Tensor, out: Tensor, *, 
         stop = min(start + step, n_rows)
         chunk = _chunk(source, start * row_nbytes, stop * row_nbytes, alignment=gcd(row_nbytes, 4))
         values = _values(info, chunk, scratch).view(stop - start, *info.shape[1:])
+        if info.shift:
+            values = values + info.shift
         if info.rope_heads:
             heads = (stop - start) // unit
             out[start:stop].view(heads, 2, unit // 2, *info.shape[1:]).copy_(_halves(values, heads))
@@ -72,6 +74,7 @@ def decode_into(info: TensorInfo, raw: ReadableBuffer | Tensor, out: Tensor, *, 
 def _decode_strided(info: TensorInfo, source: memoryview | Tensor, out: Tensor) -> None:
     """The whole of a tensor whose rows are no runs of bytes (a transposed one, a view that was saved as it was)."""
     assert info.strides is not None
+    assert not info.shift
     if len(source) != info.nbytes or tuple(out.shape) != info.shape:
         raise ValueError(
             f"tensor {info.name!r}: {list(info.shape)} of {info.nbytes} bytes is read whole, "
@@ -79,7 +82,8 @@ def _decode_strided(info: TensorInfo, source: memoryview | Tensor, out: Tensor) 
         )
     chunk = _chunk(source, 0, len(source), alignment=info.dtype.itemsize)
     numbers = _plain(chunk, to_torch(info.dtype), big_endian=info.big_endian)
-    out.copy_(numbers.as_strided(info.shape, info.strides))
+    rows = numbers.as_strided(info.shape, info.strides)
+    out.copy_(unpermute(rows.contiguous(), heads=info.rope_heads) if info.rope_heads else rows)
 
 
 def unpermute(rows: Tensor, *, heads: int) -> Tensor:

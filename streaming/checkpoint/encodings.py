@@ -41,6 +41,7 @@ READABLE: Mapping[int, GgmlType] = MappingProxyType(
         0: GgmlType("F32", DType.F32),
         1: GgmlType("F16", DType.F16),
         30: GgmlType("BF16", DType.BF16),
+        28: GgmlType("F64", DType.F64),
         2: _blocks("Q4_0", 32, 18),
         3: _blocks("Q4_1", 32, 20),
         6: _blocks("Q5_0", 32, 22),
@@ -51,16 +52,27 @@ READABLE: Mapping[int, GgmlType] = MappingProxyType(
         12: _blocks("Q4_K", 256, 144),
         13: _blocks("Q5_K", 256, 176),
         14: _blocks("Q6_K", 256, 210),
+        16: _blocks("IQ2_XXS", 256, 66),
+        17: _blocks("IQ2_XS", 256, 74),
+        18: _blocks("IQ3_XXS", 256, 98),
+        19: _blocks("IQ1_S", 256, 50),
+        20: _blocks("IQ4_NL", 32, 18),
+        21: _blocks("IQ3_S", 256, 110),
+        22: _blocks("IQ2_S", 256, 82),
+        23: _blocks("IQ4_XS", 256, 136),
+        29: _blocks("IQ1_M", 256, 56),
+        34: _blocks("TQ1_0", 256, 54),
+        35: _blocks("TQ2_0", 256, 66),
+        39: _blocks("MXFP4", 32, 17),
+        40: _blocks("NVFP4", 64, 36),
     }
 )
 
 _OTHERS: Mapping[int, str] = MappingProxyType(
-    {
-        9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
-        22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
-        35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
-    }
-)  # fmt: skip
+    {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64"}
+)  # of activations, and integers, which are no weights
+# Not defined in the other byte order: ggml reads half of each of its words as bytes and half as a number.
+LITTLE_ENDIAN_ONLY = frozenset({"IQ2_XXS"})
 
 
 def type_name(number: int) -> str:

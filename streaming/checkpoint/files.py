@@ -55,12 +55,12 @@ def _checked_size(path: Path, file: FileIO) -> int:
         raise CheckpointFormatError(f"{path}: is not a regular file")
     if status.st_size == 0:
         raise CheckpointFormatError(f"{path}: is empty (0 bytes); fetch it again")
-    if fault := _stand_in(os.pread(file.fileno(), 256, 0), status.st_size):
+    if fault := stand_in(os.pread(file.fileno(), 256, 0), status.st_size):
         raise CheckpointFormatError(f"{path}: {fault}")
     return status.st_size
 
 
-def _stand_in(start: bytes, size: int) -> str | None:
+def stand_in(start: bytes, size: int) -> str | None:
     """Whether a small text stands where the file should be, by the file's first bytes."""
     if start.startswith(_LFS_MARK):
         return f"is a git-lfs pointer of {size} bytes, not the file itself; fetch it with: git lfs pull"

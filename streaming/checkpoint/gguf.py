@@ -15,12 +15,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from streaming.checkpoint.encodings import READABLE, type_name
+from streaming.checkpoint.encodings import LITTLE_ENDIAN_ONLY, READABLE, type_name
 from streaming.checkpoint.files import open_weights
 from streaming.checkpoint.gguf_metadata import ARRAY, BOOL, SCALARS, STRING, ArraySpan, GgufMetadata, decode_text
+from streaming.checkpoint.gguf_package import BY_PACKAGE, package_fault
 from streaming.checkpoint.report import Report
 from streaming.checkpoint.tensors import TensorInfo
-from streaming.errors import CheckpointFormatError
+from streaming.errors import CheckpointFormatError, OptionError
 
 HEADER_LIMIT = 256 << 20  # bytes; the largest real headers (vocabularies of 256 k tokens) are below 16 MiB
 _MAGIC = b"GGUF"
@@ -234,7 +235,7 @@ def _locate(
 ) -> tuple[dict[str, TensorInfo], int]:
     """The tensors with their bytes, and where the last of them ends. Raises with every wrong one."""
     report = Report(path)
-    _check_types(path, entries, report)
+    _check_types(path, entries, report, big_endian=big_endian)
     tensors: dict[str, TensorInfo] = {}
     for entry in entries:
         if entry.type_number not in READABLE:
@@ -249,22 +250,35 @@ def _locate(
     if not report:  # ranges can be laid end to end only when each is right by itself
         end = _check_layout(path, tensors, data_start, alignment, size, report)
     report.raise_if_any()
+    _require_package(path, entries)
     return tensors, end
 
 
-def _check_types(path: Path, entries: list[_Entry], report: Report) -> None:
+def _check_types(path: Path, entries: list[_Entry], report: Report, *, big_endian: bool) -> None:
     """One line for each type that cannot be decoded."""
     by_type: dict[int, list[str]] = {}
     for entry in entries:
-        if entry.type_number not in READABLE:
-            by_type.setdefault(entry.type_number, []).append(entry.name)
+        by_type.setdefault(entry.type_number, []).append(entry.name)
     for number, names in by_type.items():
-        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        known = ", ".join(known.name for known in READABLE.values())
-        report.add(
-            f"{path}: tensor {names[0]!r}{others}: type {type_name(number)} cannot be decoded; known are {known}",
-            broken=True,
-        )
+        if fault := _type_fault(number, big_endian=big_endian):
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            report.add(f"{path}: tensor {names[0]!r}{others}: type {type_name(number)} {fault}", broken=True)
+
+
+def _type_fault(number: int, *, big_endian: bool) -> str | None:
+    if number not in READABLE:
+        return f"cannot be decoded; known are {', '.join(known.name for known in READABLE.values())}"
+    name = READABLE[number].name
+    if big_endian and name in LITTLE_ENDIAN_ONLY:
+        return "is not defined in a big-endian file; convert the model to a little-endian one"
+    return None
+
+
+def _require_package(path: Path, entries: list[_Entry]) -> None:
+    """OptionError where a package has to decode a tensor and is not installed."""
+    for entry in entries:
+        if READABLE[entry.type_number].name in BY_PACKAGE and (fault := package_fault()):
+            raise OptionError(f"{path}: tensor {entry.name!r}: type {type_name(entry.type_number)} {fault}")
 
 
 def _tensor(path: Path, entry: _Entry, data_start: int, *, big_endian: bool) -> TensorInfo:

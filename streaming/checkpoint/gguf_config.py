@@ -12,66 +12,20 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import isfinite, log
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from quant.dtypes import DType
 from streaming.checkpoint.files import open_weights, read_exactly
 from streaming.checkpoint.gguf import GgufHeader
+from streaming.checkpoint.gguf_families import GGUF_FAMILIES, GgufFamily
+from streaming.checkpoint.gguf_keys import GgufSource
 from streaming.checkpoint.gguf_names import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
 from streaming.checkpoint.tensors import TensorInfo
 from streaming.errors import CheckpointError, CheckpointFormatError
 
-# architecture -> model_type, architectures[0]; mistral's are written as llama
-FAMILIES: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "llama": ("llama", "LlamaForCausalLM"),
-        "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-        "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-        "phi3": ("phi3", "Phi3ForCausalLM"),
-    }
-)
 _DEFAULT_THETA = 10000.0
-
-
-@dataclass(frozen=True)
-class _Source:
-    """The metadata and tensors that the configuration is read from."""
-
-    file: Path
-    architecture: str
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, TensorInfo]  # by GGUF's names
-
-    def find(self, key: str) -> Any:
-        """The value of `{architecture}.{key}`, None where there is none."""
-        return self.metadata.get(f"{self.architecture}.{key}")
-
-    def fault(self, key: str, problem: str) -> CheckpointFormatError:
-        return CheckpointFormatError(f"{self.file}: metadata key {self.architecture}.{key} {problem}")
-
-    def size(self, key: str, *, default: int | None = None) -> int:
-        """A whole number above 0; a list of one number for each layer counts where all are the same."""
-        value = self.find(key)
-        if isinstance(value, list) and value and value.count(value[0]) == len(value):
-            value = value[0]
-        if value is None and default is not None:
-            return default
-        if type(value) is not int or value <= 0:
-            raise self.fault(key, f"is {value!r}, not one number above 0")
-        return value
-
-    def real(self, key: str, *, default: float | None = None) -> float:
-        """A finite number above 0."""
-        value = self.find(key)
-        if value is None and default is not None:
-            return default
-        if type(value) not in (int, float) or not isfinite(value) or value <= 0:
-            raise self.fault(key, f"is {value!r}, not a number above 0")
-        return _shortest(float(value))
 
 
 def gguf_architecture(header: GgufHeader) -> str:
@@ -82,9 +36,9 @@ def gguf_architecture(header: GgufHeader) -> str:
     architecture = header.metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise CheckpointFormatError(f"{header.file}: metadata key general.architecture is {architecture!r}, not a name")
-    if architecture not in FAMILIES:
+    if architecture not in GGUF_FAMILIES:
         raise CheckpointError(
-            f"{header.file}: GGUF architecture {architecture!r} is not supported; known are {', '.join(FAMILIES)}"
+            f"{header.file}: GGUF architecture {architecture!r} is not supported; known are {', '.join(GGUF_FAMILIES)}"
         )
     if header.metadata.get(f"{architecture}.expert_count"):
         raise CheckpointError(f"{header.file}: mixtures of experts are not supported as GGUF yet")
@@ -96,27 +50,32 @@ def gguf_config(header: GgufHeader, tensors: Mapping[str, TensorInfo]) -> dict[s
 
     Raises CheckpointFormatError for keys that are missing or hold what cannot be.
     """
-    source = _Source(header.file, gguf_architecture(header), header.metadata, tensors)
-    model_type, model_class = FAMILIES[source.architecture]
-    if model_type == "llama" and source.find("attention.sliding_window"):
-        model_type, model_class = "mistral", "MistralForCausalLM"
+    source = GgufSource(header.file, gguf_architecture(header), header.metadata, tensors)
+    family = GGUF_FAMILIES[source.architecture]
     sizes = _sizes(source)
     return {
-        "model_type": model_type,
-        "architectures": [model_class],
+        "model_type": family.model_type,
+        "architectures": [family.model_class],
         **sizes,
         **_rotary(source, sizes["head_dim"]),
         **_tokens(source),
         "hidden_act": "silu",
-        "rms_norm_eps": source.real("attention.layer_norm_rms_epsilon"),
+        **_epsilon(source, family),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "torch_dtype": _dtype(tensors),
+        **family.extras(source, sizes),
     }
 
 
-def _sizes(source: _Source) -> dict[str, Any]:
+def _epsilon(source: GgufSource, family: GgufFamily) -> dict[str, float]:
+    if family.layer_norms:
+        return {"layer_norm_eps": source.real("attention.layer_norm_epsilon")}
+    return {"rms_norm_eps": source.real("attention.layer_norm_rms_epsilon")}
+
+
+def _sizes(source: GgufSource) -> dict[str, Any]:
     hidden, heads = source.size("embedding_length"), source.size("attention.head_count")
     head_dim = source.size("attention.key_length", default=hidden // heads)
     value_dim = source.size("attention.value_length", default=hidden // heads)
@@ -132,17 +91,15 @@ def _sizes(source: _Source) -> dict[str, Any]:
         "max_position_embeddings": source.size("context_length"),
         "vocab_size": source.size("vocab_size", default=_vocab_rows(source)),
     }
-    if source.architecture in ("llama", "phi3"):  # qwen's key, where it is written, is not used by its families
-        sizes["sliding_window"] = source.find("attention.sliding_window") or None
     return sizes
 
 
-def _vocab_rows(source: _Source) -> int | None:
+def _vocab_rows(source: GgufSource) -> int | None:
     embedding = source.tensors.get("token_embd.weight")
     return embedding.shape[0] if embedding else None
 
 
-def _tokens(source: _Source) -> dict[str, Any]:
+def _tokens(source: GgufSource) -> dict[str, Any]:
     """Token ids; where a chat's turns end with a token of their own, both end a text."""
     found = {key: _token_id(source, key) for key in ("bos", "eos", "eot", "padding")}
     ends = [found["eos"]] if found["eot"] in (None, found["eos"]) else [found["eos"], found["eot"]]
@@ -154,7 +111,7 @@ def _tokens(source: _Source) -> dict[str, Any]:
     }
 
 
-def _token_id(source: _Source, which: str) -> int | None:
+def _token_id(source: GgufSource, which: str) -> int | None:
     key = f"tokenizer.ggml.{which}_token_id"
     token = source.metadata.get(key)
     if token is not None and (type(token) is not int or token < 0):
@@ -162,12 +119,14 @@ def _token_id(source: _Source, which: str) -> int | None:
     return token
 
 
-def _rotary(source: _Source, head_dim: int) -> dict[str, Any]:
+def _rotary(source: GgufSource, head_dim: int) -> dict[str, Any]:
     rotary_dim = source.size("rope.dimension_count", default=head_dim)
     if rotary_dim > head_dim or rotary_dim % 2:
         raise source.fault("rope.dimension_count", f"is {rotary_dim}: not an even number up to head_dim {head_dim}")
-    if rotary_dim != head_dim and source.architecture == "llama":
-        raise source.fault("rope.dimension_count", f"is {rotary_dim}, but llama rotates all {head_dim} dims of a head")
+    if rotary_dim != head_dim and GGUF_FAMILIES[source.architecture].interleaved:
+        raise source.fault(
+            "rope.dimension_count", f"is {rotary_dim}, but {source.architecture} rotates all {head_dim} dims of a head"
+        )
     config: dict[str, Any] = {
         "rope_theta": source.real("rope.freq_base", default=_DEFAULT_THETA),
         "rope_scaling": _scaling(source, rotary_dim // 2),
@@ -181,7 +140,7 @@ def _rotary(source: _Source, head_dim: int) -> dict[str, Any]:
     return config
 
 
-def _scaling(source: _Source, pairs: int) -> dict[str, Any] | None:
+def _scaling(source: GgufSource, pairs: int) -> dict[str, Any] | None:
     """config.json's rope_scaling; None for plain rotary embeddings."""
     if ROPE_LONG in source.tensors or ROPE_SHORT in source.tensors:
         return _longrope(source, pairs)
@@ -197,7 +156,7 @@ def _scaling(source: _Source, pairs: int) -> dict[str, Any] | None:
     raise source.fault("rope.scaling.type", f"is {kind!r}; known are none, linear, yarn, longrope with its tensors")
 
 
-def _yarn(source: _Source, factor: float) -> dict[str, Any]:
+def _yarn(source: GgufSource, factor: float) -> dict[str, Any]:
     scaling: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": factor,
@@ -214,7 +173,7 @@ def _yarn(source: _Source, factor: float) -> dict[str, Any]:
     return scaling
 
 
-def _longrope(source: _Source, pairs: int) -> dict[str, Any]:
+def _longrope(source: GgufSource, pairs: int) -> dict[str, Any]:
     context = source.size("context_length")
     scaling: dict[str, Any] = {
         "rope_type": "longrope",
@@ -227,7 +186,7 @@ def _longrope(source: _Source, pairs: int) -> dict[str, Any]:
     return scaling
 
 
-def _factors(source: _Source, name: str, count: int) -> list[float]:
+def _factors(source: GgufSource, name: str, count: int) -> list[float]:
     """The numbers of one of the small rotary tensors; [count] float32."""
     info = source.tensors.get(name)
     if info is None:
@@ -238,6 +197,7 @@ def _factors(source: _Source, name: str, count: int) -> list[float]:
         raise CheckpointFormatError(
             f"{info.file}: tensor {name!r} is {info.dtype.value} {list(info.shape)}, expected F32 [{count}]"
         )
+    assert isinstance(info.file, Path)  # GGUF is not read from servers
     with open_weights(info.file) as (file, _):
         file.seek(info.offset)
         raw = read_exactly(info.file, file, info.nbytes)
@@ -254,13 +214,3 @@ def _dtype(tensors: Mapping[str, TensorInfo]) -> str:
         if len(info.shape) > 1:
             nbytes["bfloat16" if info.encoding else info.dtype.torch_name] += info.nbytes
     return nbytes.most_common(1)[0][0] if nbytes else "float32"
-
-
-def _shortest(value: float) -> float:
-    """The shortest decimal number that is the same in float32: metadata keeps 1e-5 as 0.00000999999975."""
-    single = struct.pack("<f", value) if abs(value) < 3e38 else b""
-    for digits in range(1, 10):
-        candidate = float(f"{value:.{digits}g}")
-        if single and struct.pack("<f", candidate) == single:
-            return candidate
-    return value

@@ -10,6 +10,7 @@ from typing import Any
 
 from streaming.checkpoint.gguf import GgufHeader, read_gguf_header
 from streaming.checkpoint.gguf_config import gguf_architecture, gguf_config
+from streaming.checkpoint.gguf_families import GGUF_FAMILIES
 from streaming.checkpoint.gguf_names import CONFIG_TENSORS, hub_name
 from streaming.checkpoint.members import GGUF, hub_root_of, list_folder, member_fault
 from streaming.checkpoint.report import Report
@@ -133,14 +134,16 @@ def _rename(tensors: Mapping[str, TensorInfo], architecture: str, config: Mappin
             )
         if ours in renamed:
             report.add(f"{info.file}: two tensors are {ours!r}", broken=True)
-        renamed[ours] = replace(info, name=ours, rope_heads=heads)
+        shift = GGUF_FAMILIES[architecture].norm_shift if ours.endswith("norm.weight") else 0.0
+        renamed[ours] = replace(info, name=ours, rope_heads=heads, shift=shift)
     report.raise_if_any()
     return renamed
 
 
 def _interleaved_heads(name: str, architecture: str, config: Mapping[str, Any]) -> int:
-    """Heads whose rows llama.cpp's converter interleaves: llama's q and k, so that rotary pairs are neighbours."""
-    if architecture != "llama":
+    """Heads whose rows llama.cpp's converter interleaves: q and k of llama and its kin, so that rotary pairs are
+    neighbours."""
+    if not GGUF_FAMILIES[architecture].interleaved:
         return 0
     module = name.rpartition(".")[0]
     if module.endswith(".q_proj"):

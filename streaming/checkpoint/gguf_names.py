@@ -34,6 +34,30 @@ _IN_LAYER: Mapping[str, str] = MappingProxyType(
         "ffn_down": "mlp.down_proj",
     }
 )
+_SANDWICH: Mapping[str, str] = MappingProxyType(
+    {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+)
+# where an architecture's modules differ from the others'
+_OWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "phi3": {"ffn_up": "mlp.gate_up_proj"},  # gate and up in one matrix, gate first
+        "gemma2": _SANDWICH,
+        "gemma3": _SANDWICH,
+        "olmo2": _SANDWICH,
+        "gpt2": {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+        "phi2": {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+    }
+)
+_OWN_TOP: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "gpt2": {"position_embd": "model.layers.0.embed_positions"},
+        "phi2": {"output_norm": "model.final_layernorm"},
+    }
+)
 _LAYER = re.compile(r"blk\.(?P<layer>\d+)\.(?P<module>\w+)\.(?P<leaf>weight|bias)")
 _OUTSIDE = re.compile(r"(?P<module>\w+)\.(?P<leaf>weight|bias)")
 
@@ -43,12 +67,11 @@ def hub_name(name: str, architecture: str) -> str:
     if (inside := _LAYER.fullmatch(name)) and (module := _module(inside["module"], architecture)):
         full = f"model.layers.{int(inside['layer'])}.{module}"
         return full if module.endswith("inv_freq") else f"{full}.{inside['leaf']}"
-    if (outside := _OUTSIDE.fullmatch(name)) and outside["module"] in _TOP:
-        return f"{_TOP[outside['module']]}.{outside['leaf']}"
+    top = {**_TOP, **_OWN_TOP.get(architecture, {})}
+    if (outside := _OUTSIDE.fullmatch(name)) and outside["module"] in top:
+        return f"{top[outside['module']]}.{outside['leaf']}"
     return name
 
 
 def _module(name: str, architecture: str) -> str | None:
-    if architecture == "phi3" and name == "ffn_up":  # gate and up in one matrix, gate first
-        return "mlp.gate_up_proj"
-    return _IN_LAYER.get(name)
+    return _OWN.get(architecture, {}).get(name) or _IN_LAYER.get(name)

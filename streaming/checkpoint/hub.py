@@ -1,36 +1,53 @@
-"""Models of the Hugging Face hub: found in its local cache, or fetched into it. [no-torch]
+"""Models of the Hugging Face hub: what their names mean, and where its local cache has them. [no-torch]
 
 The cache is read directly (https://huggingface.co/docs/huggingface_hub/guides/manage-cache): importing the client
-takes longer than opening a model. The client is imported here, and only to fetch.
+takes longer than opening a model. What is not there, `streaming.checkpoint.hub_client` fetches.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from streaming.checkpoint.files import read_json_object
-from streaming.checkpoint.members import CONFIG, GGUF, INDEX, PICKLES, SAFETENSORS, list_folder
+from streaming.checkpoint.index import read_index
+from streaming.checkpoint.members import CONFIG, PARAMS
+from streaming.checkpoint.wanted_files import index_name, parts_missing, weight_files
 from streaming.errors import CheckpointError, OptionError
 
-FETCHED = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
-NEVER_FETCHED = ("original/*", "consolidated*.safetensors")  # the same weights again, in another layout
-_HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
+_HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+\.gguf))?(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 _TRUE = ("1", "ON", "YES", "TRUE")
 
 
 @dataclass(frozen=True)
 class HubId:
-    """A model's name on the hub and the revision asked for (a branch, a tag or a commit)."""
+    """A model's name on the hub, the revision asked for (a branch, a tag or a commit), and one GGUF file of many."""
 
     repo: str
     revision: str = "main"
+    file: str | None = None
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """How far a fetch has come."""
+
+    files_done: int
+    files: int
+    nbytes_done: int
+    nbytes: int
+
+
+Tell = Callable[[Transfer], None]  # called from any thread, many times a second
 
 
 def parse_hub_id(text: str, *, revision: str | None = None) -> HubId | None:
-    """`owner/name[@revision]`; None where the text is no such name. OptionError where two revisions are asked for."""
+    """`owner/name[/file.gguf][@revision]`; None where the text is no such name.
+
+    Raises OptionError where two revisions are asked for, or one that cannot be.
+    """
     found = _HUB_ID.fullmatch(text)
     if found is None or ".." in text:
         return None
@@ -39,7 +56,7 @@ def parse_hub_id(text: str, *, revision: str | None = None) -> HubId | None:
     chosen = revision or found["revision"] or "main"
     if ".." in chosen or chosen.startswith("/"):
         raise OptionError(f"revision {chosen!r} is not the name of a branch, a tag or a commit")
-    return HubId(found["repo"], chosen)
+    return HubId(found["repo"], chosen, found["file"])
 
 
 def hub_cache() -> Path:
@@ -52,7 +69,12 @@ def hub_cache() -> Path:
 
 def is_offline() -> bool:
     """Whether HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) forbids the network, by the client's own reading of it."""
-    return (os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or "").upper() in _TRUE
+    return is_true(os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE"))
+
+
+def is_true(variable: str | None) -> bool:
+    """Whether a variable's value says yes: 1, on, yes or true."""
+    return (variable or "").upper() in _TRUE
 
 
 def repo_folder(model: HubId) -> Path:
@@ -73,43 +95,47 @@ def cached_snapshot(model: HubId) -> Path | None:
     return snapshot if snapshot.is_dir() else None
 
 
-def is_complete(snapshot: Path) -> bool:
-    """Whether a snapshot has weights and a configuration, and every file that its index names."""
-    listing = list_folder(snapshot)
-    if listing.matching(GGUF):
-        return True
-    if CONFIG not in listing or not listing.matching(SAFETENSORS, *PICKLES):
-        return False
-    if INDEX not in listing:
-        return True
+def is_complete(snapshot: Path, *, load_format: str = "auto", file: str | None = None) -> bool:
+    """Whether a snapshot has all that a load format needs: a configuration, and every weights file.
+
+    `file`: the one GGUF file that is meant. A snapshot that is wrong otherwise (a broken index, several GGUF models)
+    counts as complete: fetching again would not mend it, and opening it says what is wrong.
+    """
+    names = _names(snapshot)
     try:
-        weight_map = read_json_object(snapshot / INDEX).get("weight_map")
+        weights = weight_files(names, load_format=load_format, file=file)
+        index = read_repo_index(snapshot, weights, names) if file is None else None
     except CheckpointError:
-        return True  # fetching again would not mend it; opening says what is wrong
-    files = weight_map.values() if isinstance(weight_map, dict) else ()
-    return all(os.path.lexists(snapshot / file) for file in set(files) if isinstance(file, str))
+        several = load_format in ("auto", "gguf") and any(name.endswith(".gguf") for name in names)
+        return file is None and several
+    if file is None and not _has_config(names, weights):
+        return False
+    if index is not None:
+        weights = sorted(set(index.values()))
+    elif parts_missing(weights):
+        return False
+    return all((snapshot / name).exists() for name in weights)
 
 
-def fetch_snapshot(model: HubId) -> Path:
-    """Fetch a model into the cache; its folder there. CheckpointError with the client's reason when that fails."""
+def read_repo_index(snapshot: Path, weights: Collection[str], names: Collection[str]) -> dict[str, str] | None:
+    """What the index of such weights says, where the snapshot has one that can be used."""
+    name = index_name(weights)
+    if name is None or name not in names:
+        return None
     try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise CheckpointError(
-            f"{model.repo} is not in the hub's cache {hub_cache()}, and fetching it needs: pip install huggingface_hub"
-        ) from error
-    try:
-        folder = snapshot_download(
-            model.repo,
-            revision=model.revision,
-            cache_dir=hub_cache(),
-            allow_patterns=list(FETCHED),
-            ignore_patterns=list(NEVER_FETCHED),
-        )
-    except Exception as error:  # the client's own, its http library's, the system's: all mean "not fetched"
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise CheckpointError(
-            f"{model.repo}: no such file or folder here ({Path.cwd()}), not in the hub's cache ({repo_folder(model)}), "
-            f"and revision {model.revision!r} could not be fetched: {reason}"
-        ) from error
-    return Path(folder)
+        return read_index(snapshot / name, suffix=Path(next(iter(weights))).suffix)
+    except CheckpointError:
+        return None  # opening says what is wrong with it
+
+
+def _has_config(names: Collection[str], weights: Collection[str]) -> bool:
+    return CONFIG in names or PARAMS in names or any(name.endswith(".gguf") for name in weights)
+
+
+def _names(snapshot: Path) -> list[str]:
+    """Every file of the snapshot, relative to it."""
+    return [
+        os.path.relpath(os.path.join(folder, name), snapshot)
+        for folder, _, found in os.walk(snapshot)
+        for name in found
+    ]

@@ -1,4 +1,4 @@
-"""`model.safetensors.index.json`, read strictly: which file each tensor should be in. [no-torch]"""
+"""`model.safetensors.index.json` and its like, read strictly: which file each tensor should be in. [no-torch]"""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from streaming.checkpoint.report import Report
 from streaming.errors import CheckpointFormatError
 
 
-def read_index(path: Path) -> dict[str, str]:
-    """Tensor name -> file name, relative to the index's folder and inside it.
+def read_index(path: Path, *, suffix: str = ".safetensors") -> dict[str, str]:
+    """Tensor name -> file name, relative to the index's folder and inside it. `suffix`: of the files that it may name.
 
     Raises CheckpointFormatError with every problem: no weight_map, names that are no strings, files that would lead
-    out of the folder (an absolute path, a ".." part) or are not safetensors.
+    out of the folder (an absolute path, a ".." part) or are of another kind.
     """
     weight_map = read_json_object(path, strict=True).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -24,18 +24,19 @@ def read_index(path: Path) -> dict[str, str]:
         if not isinstance(file, str):
             report.add(f"{path}: tensor {tensor!r} is mapped to {file!r}, not to a file name", broken=True)
     for file in sorted(files):
-        if fault := _name_fault(file):
+        if fault := _name_fault(file, suffix):
             report.add(f"{path}: file name {file!r} {fault}", broken=True)
     report.raise_if_any()
-    return {tensor: str(PurePosixPath(file)) for tensor, file in weight_map.items()}
+    spelled = {file: str(PurePosixPath(file)) for file in files}  # once for each file: there are far more tensors
+    return {tensor: spelled[file] for tensor, file in weight_map.items()}
 
 
-def _name_fault(name: str) -> str | None:
+def _name_fault(name: str, suffix: str) -> str | None:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         return "leads outside the model's folder, which is not allowed"
     if not name.isprintable():
         return "holds control characters"
-    if path.suffix != ".safetensors":
-        return "is not a .safetensors file"
+    if path.suffix != suffix:
+        return f"is not a {suffix} file"
     return None

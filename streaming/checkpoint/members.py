@@ -14,9 +14,13 @@ SAFETENSORS, GGUF = "*.safetensors", "*.gguf"
 PICKLES = ("*.bin", "*.pt", "*.pth")
 CONFIG, PARAMS = "config.json", "params.json"
 INDEX = "model.safetensors.index.json"
+BIN_INDEX = "pytorch_model.bin.index.json"
 CONSOLIDATED = "consolidated*.safetensors"  # the same weights again, in Meta's and Mistral's own layout
+SHARDED = ("firstlayer_shards.json", "model-rank-?????-part-?????.safetensors")  # what save-shards writes
 # saved beside a model's weights and no part of them
-_STRAYS = ("adapter_model*", "adapter.*", "training_args*", "optimizer*", "scheduler*", "rng_state*", "mmproj*")
+_STRAYS = (
+    "adapter_model*", "adapter.*", "training_args*", "optimizer*", "scheduler*", "scaler*", "rng_state*", "mmproj*",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

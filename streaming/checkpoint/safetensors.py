@@ -8,12 +8,16 @@ ranges overlapping, no byte that no tensor covers. So whoever reads by this head
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from quant.dtypes import DType
 from streaming.checkpoint.files import open_weights, read_exactly, strict_json
+from streaming.checkpoint.remote_file import WeightFile
 from streaming.checkpoint.report import Report
 from streaming.checkpoint.tensors import TensorInfo
 from streaming.errors import CheckpointFormatError
@@ -22,6 +26,7 @@ HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
 _LENGTH_NBYTES = 8
 _LARGEST = 2**63 - 1  # no file, and no tensor, can be larger
 _KEYS = {"dtype", "shape", "data_offsets"}
+_DTYPES: Mapping[str, DType] = MappingProxyType({dtype.value: dtype for dtype in DType})
 
 
 def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
@@ -30,8 +35,13 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
     Raises CheckpointFormatError with every problem of the header, each line naming the file and the tensor.
     """
     with open_weights(path) as (file, size):
-        header_nbytes = _header_nbytes(path, read_exactly(path, file, min(size, _LENGTH_NBYTES)), size)
-        text = read_exactly(path, file, header_nbytes)
+        return parse_safetensors(path, size=size, read=partial(read_exactly, path, file))
+
+
+def parse_safetensors(path: WeightFile, *, size: int, read: Callable[[int], bytes]) -> dict[str, TensorInfo]:
+    """The same from anything that gives bytes: `size` in bytes, `read(n)` gives the next n. Raises likewise."""
+    header_nbytes = _header_nbytes(path, read(min(size, _LENGTH_NBYTES)), size)
+    text = read(header_nbytes)
     entries = _entries(path, text)
     report = Report(path)
     data_start = _LENGTH_NBYTES + header_nbytes
@@ -43,7 +53,7 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
     return {info.name: info for info in tensors}
 
 
-def _header_nbytes(path: Path, prefix: bytes, size: int) -> int:
+def _header_nbytes(path: WeightFile, prefix: bytes, size: int) -> int:
     if len(prefix) < _LENGTH_NBYTES:
         raise CheckpointFormatError(f"{path}: is {size} bytes long; a safetensors file begins with an 8-byte length")
     nbytes = int.from_bytes(prefix, "little")
@@ -60,7 +70,7 @@ def _header_nbytes(path: Path, prefix: bytes, size: int) -> int:
     return nbytes
 
 
-def _entries(path: Path, text: bytes) -> dict[str, Any]:
+def _entries(path: WeightFile, text: bytes) -> dict[str, Any]:
     try:
         if not text.startswith(b"{"):
             raise ValueError("it does not begin with {")
@@ -74,7 +84,7 @@ def _entries(path: Path, text: bytes) -> dict[str, Any]:
     return entries
 
 
-def _tensor(path: Path, name: str, entry: Any, data_start: int, report: Report) -> TensorInfo | None:
+def _tensor(path: WeightFile, name: str, entry: Any, data_start: int, report: Report) -> TensorInfo | None:
     """One entry as a TensorInfo; None when it is wrong by itself, which is reported."""
     try:
         dtype, shape, (begin, end) = _dtype(entry), _shape(entry), _range(entry)
@@ -91,23 +101,22 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int, report: Report) 
 
 
 def _dtype(entry: Any) -> DType:
-    if not isinstance(entry, dict) or set(entry) != _KEYS:
+    if not isinstance(entry, dict) or entry.keys() != _KEYS:
         found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
         raise ValueError(f"its entry should have dtype, shape and data_offsets, found {found}")
-    try:
-        return DType(entry["dtype"])
-    except ValueError:
-        known = ", ".join(dtype.value for dtype in DType)
-        raise ValueError(f"unknown dtype {_short(entry['dtype'])}; known are {known}") from None
+    name = entry["dtype"]
+    if type(name) is not str or name not in _DTYPES:
+        raise ValueError(f"unknown dtype {_short(name)}; known are {', '.join(_DTYPES)}")
+    return _DTYPES[name]
 
 
 def _shape(entry: dict[str, Any]) -> tuple[int, ...]:
     shape = entry["shape"]
-    if not isinstance(shape, list) or not all(_is_count(dim) for dim in shape):
+    if not _are_counts(shape):
         raise ValueError(f"shape {_short(shape)} is not a list of sizes from 0 up")
     product = 1
     for dim in shape:
-        product *= max(dim, 1)
+        product *= dim or 1
         if product > _LARGEST // 8:  # inside the loop: the product of a long list of large sizes takes forever
             raise ValueError(f"shape {_short(shape)} overflows: no file holds so many bytes")
     return tuple(shape)
@@ -115,7 +124,7 @@ def _shape(entry: dict[str, Any]) -> tuple[int, ...]:
 
 def _range(entry: dict[str, Any]) -> tuple[int, int]:
     offsets = entry["data_offsets"]
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
+    if not _are_counts(offsets) or len(offsets) != 2:
         raise ValueError(f"data_offsets {_short(offsets)} are not [begin, end]")
     begin, end = offsets
     if begin > end:
@@ -123,9 +132,14 @@ def _range(entry: dict[str, Any]) -> tuple[int, int]:
     return begin, end
 
 
-def _is_count(value: Any) -> bool:
-    """Whether a JSON value is a whole number from 0 up; True and 1.0 are not."""
-    return type(value) is int and 0 <= value <= _LARGEST
+def _are_counts(values: Any) -> bool:
+    """Whether a JSON value is a list of whole numbers from 0 up; True and 1.0 are none."""
+    if type(values) is not list:
+        return False
+    for value in values:  # noqa: SIM110 - a generator costs as much as the rest of the header
+        if type(value) is not int or not 0 <= value <= _LARGEST:
+            return False
+    return True
 
 
 def _short(value: Any) -> str:
@@ -133,7 +147,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _check_layout(path: Path, tensors: list[TensorInfo], data_start: int, size: int, report: Report) -> None:
+def _check_layout(path: WeightFile, tensors: list[TensorInfo], data_start: int, size: int, report: Report) -> None:
     """Every data byte must belong to exactly one tensor; `tensors` are in the order of their bytes."""
     end, before = data_start, None
     for info in tensors:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from quant.dtypes import DType
+from streaming.checkpoint.remote_file import WeightFile
+from streaming.checkpoint.unopened import Unopened
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,15 @@ class TensorInfo:
     name: str
     shape: tuple[int, ...]
     dtype: DType  # of the numbers; for encoded tensors the dtype they decode to (F32)
-    file: Path
+    file: WeightFile
     offset: int  # of the first byte, from the start of the file
     nbytes: int
     encoding: Encoding | None = None
     rope_heads: int = 0  # rows of each of this many heads are stored interleaved (GGUF's llama q/k) and are put right
     big_endian: bool = False
     strides: tuple[int, ...] | None = None  # in elements, where numbers do not lie row after row: it is read whole
+    shift: float = 0.0  # added to each number (GGUF's gemma norms, which are kept with 1 on top)
+    generated: bool = False  # no file holds it: its bytes are made up where they are wanted (streaming.dummy)
 
     @property
     def row_nbytes(self) -> int:
@@ -58,15 +62,20 @@ class TensorInfo:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its bytes are its numbers, in this machine's order: no decoding, no permutation."""
-        return self.encoding is None and not self.rope_heads and not self.big_endian and self.strides is None
+        """Whether its bytes are its numbers, in this machine's order: no decoding, no arithmetic,
+        no permutation."""
+        stored_otherwise = self.encoding or self.rope_heads or self.big_endian or self.shift
+        return not stored_otherwise and self.strides is None
 
     def transposed(self) -> TensorInfo:
-        """The same bytes as this tensor's transpose; it has two dims and its rows are runs of plain numbers."""
+        """The same bytes as this tensor's transpose; it has two dims of plain numbers, in whatever order they lie."""
         assert len(self.shape) == 2
-        assert self.is_plain or self.big_endian
+        assert self.encoding is None
+        assert not self.rope_heads
         rows, columns = self.shape
-        return replace(self, shape=(columns, rows), strides=(1, columns))
+        along_rows, along_columns = self.strides or (columns, 1)
+        strides = (along_columns, along_rows)
+        return replace(self, shape=(columns, rows), strides=None if strides == (rows, 1) else strides)
 
 
 @dataclass(frozen=True)
@@ -74,12 +83,20 @@ class Checkpoint:
     """A model's files as data: what `open_checkpoint` found. No weight byte has been read."""
 
     root: Path  # the folder, or the single file
-    format: str  # "safetensors" or "gguf"
+    format: str  # "safetensors", "pt" (PyTorch's own), "gguf", ...
     tensors: Mapping[str, TensorInfo]
-    files: tuple[Path, ...]
+    files: tuple[WeightFile, ...]
     config: Mapping[str, Any]  # config.json, or its twin built from a GGUF's metadata
     metadata: Mapping[str, Any]  # a GGUF's own metadata (tokenizer, chat template); empty for others
     notes: tuple[str, ...] = ()  # warnings for the user
+    address: str | None = None  # where a remote model lies; its `root` holds the small files alone
+    unopened: tuple[Unopened, ...] = ()  # files of which nothing is used
+    saved: Mapping[str, Any] | None = None  # the manifest, where tensors are on disk in stored form (streaming.sharded)
+
+    @property
+    def name(self) -> str:
+        """What to call it in messages: its address, or its folder or file."""
+        return self.address or str(self.root)
 
     @property
     def nbytes(self) -> int:

@@ -72,7 +72,9 @@ def run_once(options: argparse.Namespace) -> dict[str, Any]:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Floor, then the run, for each state and round, each run in a process of its own."""
     prepared = prepare(options.model, cli.load_options(options))
-    files = sorted(set(prepared.checkpoint.files))
+    files = sorted({file for file in prepared.checkpoint.files if isinstance(file, Path)})
+    if len(files) != len(set(prepared.checkpoint.files)):
+        raise OptionError(f"bench measures local files; {prepared.checkpoint.name} is not: use generate --json")
     states = ["cold", "warm"] if options.state == "both" else [options.state]
     rounds = [_round(options, files, state) for _ in range(options.rounds) for state in states]
     found = {state: _medians([r for r in rounds if r["state"] == state]) for state in states}
@@ -97,7 +99,7 @@ def _once_command(options: argparse.Namespace) -> list[str]:
     for name in LoadOptions.__dataclass_fields__:
         value = getattr(options, name)
         flag = f"--{name.replace('_', '-')}"
-        command += [flag] if value is True else [] if value in (None, False) else [flag, str(value)]
+        command += [flag] if value is True else [flag, str(value)] if value else []
     return command
 
 

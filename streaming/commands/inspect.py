@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 
 from streaming import cli
+from streaming.errors import OptionError
+from streaming.item_words import feeds, part_words, place_words, source_words
 from streaming.plan import LayerPlan, LoadItem
 from streaming.prepare import Prepared, prepare
 from streaming.sizes import format_size
@@ -16,14 +18,24 @@ from streaming.sizes import format_size
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `inspect` takes."""
     parser.add_argument("--layer", metavar="NAME", help="one layer only: a number, embed or head")
+    parser.add_argument("--files", action="store_true", help="what each file holds, whatever the architecture")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the listing."""
+    if options.files:
+        from streaming.commands.file_listing import list_files
+
+        if options.layer is not None:
+            raise OptionError(f"--layer {options.layer} goes with the listing by layer, not with --files")
+        return list_files(options)
     prepared = prepare(options.model, cli.load_options(options))
     layers = chosen_layers(prepared, options.layer)
     if options.json:
-        found = {"layers": [_layer_dict(layer) for layer in layers], "dropped": dict(prepared.plan.dropped)}
+        found = {
+            "layers": [_layer_dict(layer) for layer in layers], "dropped": dict(prepared.plan.dropped),
+            "bytes_unused": dict(prepared.plan.unused),
+        }  # fmt: skip
         sys.stdout.write(json.dumps(found) + "\n")
     else:
         sys.stdout.write("\n".join(line for layer in layers for line in _layer_lines(layer)) + "\n")
@@ -36,8 +48,6 @@ def run(options: argparse.Namespace) -> int:
 
 def chosen_layers(prepared: Prepared, name: str | None) -> list[LayerPlan]:
     """All layers, or the one that is called so. Raises OptionError naming those there are."""
-    from streaming.errors import OptionError
-
     if name is None:
         return list(prepared.plan.layers)
     wanted = f"layers.{name}" if name.isdecimal() else name
@@ -53,16 +63,20 @@ def _layer_lines(layer: LayerPlan) -> Iterator[str]:
     for param in layer.spec.params:
         stored = ", ".join(f"{name} {spec.dtype.value} {list(spec.shape)}" for name, spec in param.storage().items())
         yield f"  {param.name} [{param.scheme.name}] {stored}"
-        for item in layer.items:
-            if item.param is param and item.section_rows[0] == 0:
-                yield f"    <- {_feed(item)}"
+        for item in feeds(layer, param.name):
+            yield f"    <- {_feed(item)}"
 
 
 def _feed(item: LoadItem) -> str:
-    tensor, section = item.tensor, item.param.sections[item.section]
-    form = tensor.encoding.name if tensor.encoding else tensor.dtype.value
-    part = f" rows {item.rows[0]} to {item.rows[0] + section.rows} as part {section.name!r}" if section.name else ""
-    return f"{tensor.name} {form} {list(tensor.shape)}{part} ({tensor.file.name} at byte {tensor.offset:,})"
+    return f"{source_words(item)}{_part(item)} ({place_words(item)})"
+
+
+def _part(item: LoadItem) -> str:
+    if item.stored is not None:
+        return f" as stored {item.stored}"
+    rows = sum(item.param.section_rows[item.section : item.section + item.sections])
+    part = part_words(item)
+    return f" rows {item.rows[0]} to {item.rows[0] + rows} as part {part}" if part else ""
 
 
 def _layer_dict(layer: LayerPlan) -> dict[str, object]:
@@ -72,7 +86,8 @@ def _layer_dict(layer: LayerPlan) -> dict[str, object]:
             {
                 "name": param.name, "scheme": param.scheme.name,
                 "stored": {n: {"shape": list(s.shape), "dtype": s.dtype.value} for n, s in param.storage().items()},
-                "from": [_feed(item) for item in layer.items if item.param is param and item.section_rows[0] == 0],
+                "shape": list(param.shape), "parts": {s.name: s.rows for s in param.sections if s.name},
+                "from": [_feed(item) for item in feeds(layer, param.name)],
             }
             for param in layer.spec.params
         ],

@@ -32,7 +32,7 @@ def plan_dict(prepared: Prepared, rates: list[int]) -> dict[str, object]:
     """The plan as JSON holds it; sizes are bytes."""
     plan, budget = prepared.plan, prepared.budget
     return {
-        "model": str(prepared.checkpoint.root),
+        "model": prepared.checkpoint.name,
         "format": prepared.checkpoint.format,
         "model_type": prepared.config.model_type,
         "dtype": prepared.dtype.torch_name,
@@ -42,10 +42,14 @@ def plan_dict(prepared: Prepared, rates: list[int]) -> dict[str, object]:
         "bytes_kept": plan.kept_nbytes,
         "peak": {
             "weights": budget.kept_nbytes, "window": budget.window_nbytes, "conversion": budget.convert_nbytes,
-            "kv_cache": budget.cache_nbytes, "packed": budget.packed_nbytes, "total": budget.peak_nbytes,
+            "kv_cache": budget.cache_nbytes, "packed": budget.packed_nbytes, "file": budget.file_nbytes,
+            "total": budget.peak_nbytes,
         },
         "limit_bytes": budget.limit_nbytes,
+        "read_strategy": prepared.reading.strategy,
+        "read_strategy_reason": prepared.reading.reason,
         "dropped": dict(plan.dropped),
+        "bytes_unused": dict(plan.unused),
         "warnings": list(prepared.warnings),
         "estimate_s": {str(rate): round(plan.read_nbytes / rate, 3) for rate in rates},
     }  # fmt: skip
@@ -70,16 +74,20 @@ def plan_lines(prepared: Prepared, rates: list[int]) -> list[str]:
         f"peak {format_size(budget.peak_nbytes)}: weights {format_size(budget.kept_nbytes)}, window "
         f"{format_size(budget.window_nbytes)}, conversion {format_size(budget.convert_nbytes)}, KV cache "
         f"{format_size(budget.cache_nbytes)}"
-        f"{f', packed copies {format_size(budget.packed_nbytes)}' if budget.packed_nbytes else ''}; limit "
+        f"{f', packed copies {format_size(budget.packed_nbytes)}' if budget.packed_nbytes else ''}"
+        f"{f', a whole file {format_size(budget.file_nbytes)}' if budget.file_nbytes else ''}; limit "
         f"{format_size(budget.limit_nbytes) if budget.limit_nbytes else 'none'}"
     )
     times = ", ".join(f"{plan.read_nbytes / rate:.2f} s at {format_size(rate)}/s" for rate in rates)
     config = prepared.config
     title = (
-        f"{prepared.checkpoint.root}: {config.model_type}, {config.num_layers} layers, {prepared.dtype.torch_name}, "
+        f"{prepared.checkpoint.name}: {config.model_type}, {config.num_layers} layers, {prepared.dtype.torch_name}, "
         f"quantization {prepared.options.quantization}, {len(plan.dropped)} tensors not used"
     )
-    return [title, head, *rows, total, peak, f"first token not before {times} (bytes read over bandwidth)"]
+    reading = f"read with {prepared.reading.strategy}: {prepared.reading.reason}"
+    unused = (f"not used, {format_size(nbytes)}: {reason}" for reason, nbytes in plan.unused.items())
+    soonest = f"first token not before {times} (bytes read over bandwidth)"
+    return [title, head, *rows, total, *unused, peak, reading, soonest]
 
 
 def _layer_line(layer: LayerPlan) -> str:

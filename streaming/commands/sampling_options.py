@@ -17,7 +17,6 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) ->
     add("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens that reach P together")
     add("--min-p", type=float, default=0.0, metavar="P", help="keep tokens at least P times as likely as the likeliest")
     add("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: less likely to repeat")
-    add("--seed", type=int, metavar="N", help="makes a sampled run repeatable")
     add("--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be given several times")
     add("--ignore-eos", action="store_true", help="go on behind the model's own end")
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from streaming import cli
 from streaming.commands.generate import make_progress, progress_hooks
 from streaming.commands.prompt_ids import seeded_ids
+from streaming.errors import OptionError
 from streaming.hooks import Hooks
 from streaming.llm import LLM
 from streaming.prepare import Prepared, prepare
@@ -39,10 +40,15 @@ class Report:
 def run(options: argparse.Namespace) -> int:
     """Compare; 0 when everything is equal."""
     prepared = prepare(options.model, cli.load_options(options))
+    if prepared.checkpoint.address is not None:
+        raise OptionError(f"verify reads local files a second time; {prepared.checkpoint.name} has none")
+    if prepared.options.sources:
+        raise OptionError(f"verify reads one model's own files; --source {prepared.options.sources[0].path} is another")
     ids = cli.parse_ids(options.ids) if options.ids else seeded_ids(32, prepared.config.vocab_size)
     report = compare(prepared, ids, options)
+    _check_sums(report, prepared)
     found = {
-        "equal": not report.differences, "quantization": options.quantization, "stored_tensors": report.stored,
+        "equal": not report.differences, "quantization": prepared.options.quantization, "stored_tensors": report.stored,
         "layer_outputs": report.outputs, "logits": report.logits, "differences": report.differences,
     }  # fmt: skip
     if options.json:
@@ -50,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         compared = f"{report.stored} stored tensors, {report.outputs} layer outputs, {report.logits} logits"
         verdict = "equal to the bit" if not report.differences else f"{len(report.differences)} differences"
-        lines = [f"{options.quantization}: {compared}: {verdict}", *report.differences[:20]]
+        lines = [f"{prepared.options.quantization}: {compared}: {verdict}", *report.differences[:20]]
         sys.stdout.write("\n".join(lines) + "\n")
     return 1 if report.differences else 0
 
@@ -72,15 +78,24 @@ def compare(prepared: Prepared, ids: list[int], options: argparse.Namespace) -> 
         return _compare_all(prepared, ids, llm, (first, logits), (dict(outputs), again))
 
 
+def _check_sums(report: Report, prepared: Prepared) -> None:
+    """What save-shards wrote must still be what it wrote."""
+    if (saved := prepared.checkpoint.saved) is not None:
+        from streaming.sharded import checksum_faults
+
+        names = [file.name for file in prepared.checkpoint.files]
+        report.differences += checksum_faults(prepared.checkpoint.root, saved, names=names)
+
+
 _Run = tuple[dict[str, "torch.Tensor"], "torch.Tensor"]
 
 
 def _compare_all(prepared: Prepared, ids: list[int], llm: LLM, while_loading: _Run, resident: _Run) -> Report:
     from quant.kernels import Kernels
-    from streaming.commands.resident import resident_model, run_resident
+    from streaming.commands.resident import run_resident
 
     device = prepared.options.device
-    model = resident_model(prepared.checkpoint.root, prepared.config, prepared.specs, device=device)
+    model = _resident(prepared)
     kernels = Kernels.detect(mode=llm.kernels.mode)
     outputs, logits = run_resident(model, ids, kernels, dtype=prepared.dtype, device=device)
     report = Report()
@@ -92,6 +107,25 @@ def _compare_all(prepared: Prepared, ids: list[int], llm: LLM, while_loading: _R
         report.logits += found.numel()
         _compare(report, f"logits {label}", found, logits)
     return report
+
+
+def _resident(prepared: Prepared) -> DecoderModel:
+    checkpoint, config, specs = prepared.checkpoint, prepared.config, prepared.specs
+    device = prepared.options.device
+    if checkpoint.saved is not None:
+        from streaming.commands.resident_saved import saved_model
+
+        return saved_model(checkpoint.root, config, specs, device=device)
+    if checkpoint.format == "dummy":
+        from streaming.commands.resident_dummy import dummy_model
+
+        return dummy_model(checkpoint, config, specs, seed=prepared.options.seed or 0, device=device)
+    from streaming.commands.resident import resident_model
+
+    return resident_model(
+        checkpoint.root, config, specs, device=device, load_format=prepared.options.load_format,
+        unused=prepared.plan.dropped, unwrapped=prepared.plan.unwrapped,
+    )  # fmt: skip
 
 
 def _compare_stored(report: Report, streamed: DecoderModel, resident: DecoderModel) -> None:

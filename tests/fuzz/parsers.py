@@ -6,9 +6,11 @@ bytes makes this process allocate stays below 10 N + 64 MiB.
 
 from __future__ import annotations
 
+import io
 import json
 import struct
 import tracemalloc
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from layers.errors import ModelConfigError
 from streaming.checkpoint.files import read_json_object
 from streaming.checkpoint.gguf_model import open_gguf_file
 from streaming.checkpoint.index import read_index
+from streaming.checkpoint.pickles import read_pickle_header
 from streaming.checkpoint.safetensors import read_safetensors_header
 from streaming.errors import StreamingError
 
@@ -83,6 +86,29 @@ def _gguf(*, order: str) -> bytes:
     return head + bytes(-len(head) % 32) + bytes(68)
 
 
+def _pickle(*, legacy: bool) -> bytes:
+    """{"x": two of four numbers} as torch.save describes it."""
+    view = b"N" if legacy else b""
+    storage = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\0000X\x03\0\0\0cpuK\x04" + view + b"tQ"
+    tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x01K\x02\x85K\x01\x85\x89N"
+    return b"\x80\x02}q\x00X\x01\0\0\0x" + tensor + b"tRs."
+
+
+def _torch_zip() -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        members = {"data.pkl": _pickle(legacy=False), "byteorder": b"little", "data/0": bytes(16), "version": b"3"}
+        for name, content in members.items():
+            archive.writestr(f"model/{name}", content)
+    return out.getvalue()
+
+
+def _torch_legacy() -> bytes:
+    magic = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+    keys = b"\x80\x02]X\x01\0\0\x000a."
+    return magic + b"\x80\x02M\xe9\x03.\x80\x02}." + _pickle(legacy=True) + keys + struct.pack("<Q", 4) + bytes(16)
+
+
 PARSERS: Mapping[str, Parser] = MappingProxyType(
     {
         "safetensors": Parser(
@@ -96,6 +122,7 @@ PARSERS: Mapping[str, Parser] = MappingProxyType(
             read_index,
         ),
         "gguf": Parser(".gguf", (_gguf(order="<"), _gguf(order=">")), open_gguf_file),
+        "pickles": Parser(".bin", (_torch_zip(), _torch_legacy()), read_pickle_header),
         "config": Parser(".json", (json.dumps(_CONFIG).encode(),), lambda path: parse_config(read_json_object(path))),
     }
 )

@@ -7,10 +7,11 @@ from math import cos, pi, sin, sqrt
 import pytest
 import torch
 
-from layers.attention import attend, causal_mask
+from layers.attention import attend
 from layers.batch import make_batch
-from layers.mlp import ACTIVATIONS, LARGEST_UNCUT, gated
-from layers.model_config import RopeConfig, RopeKind
+from layers.causal_mask import causal_mask
+from layers.mlp import ACTIVATIONS, LARGEST_UNCUT, activated, gated
+from layers.model_config import NormKind, RopeConfig, RopeKind
 from layers.norm import RMSNorm
 from layers.rotary import Rope, RotaryEmbedding, inverse_frequencies
 from layers.weights import ParamKind, ParamSpec, Section
@@ -124,6 +125,21 @@ def test_a_head_that_is_partly_rotated_keeps_its_rest() -> None:
     assert rope.rotate(x)[1, 0].tolist() == [-8, -9, 6, 7, 10, 11]
 
 
+def test_interleaved_pairs_lie_side_by_side() -> None:
+    config = config_of(head_dim=6, num_attention_heads=1, num_key_value_heads=1)
+    cache = new_cache(config, max_tokens=9)
+    cache.advance(5)
+    batch = make_batch([([1], cache)], vocab_size=101)  # position 5
+    rope = RotaryEmbedding(plain_rope(interleaved=True))(batch, dtype=torch.float32)
+    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0, 7.0, 8.0]]])
+    fast, slow = 5 * 1.0, 5 * 0.1
+    wanted = [
+        cos(fast) * 1 - sin(fast) * 2, cos(fast) * 2 + sin(fast) * 1,
+        cos(slow) * 3 - sin(slow) * 4, cos(slow) * 4 + sin(slow) * 3, 7.0, 8.0,
+    ]  # fmt: skip
+    assert rope.rotate(x)[0, 0].tolist() == pytest.approx(wanted, abs=1e-5)
+
+
 def test_angles_are_scaled_rounded_once_and_each_sequence_is_as_long_as_itself() -> None:
     config = config_of()
     long = plain_rope(
@@ -142,9 +158,9 @@ def test_angles_are_scaled_rounded_once_and_each_sequence_is_as_long_as_itself()
 # --- norm and MLP
 
 
-def norm_of(weight: torch.Tensor, dtype: DType) -> RMSNorm:
+def norm_of(weight: torch.Tensor, dtype: DType, kind: NormKind = NormKind.RMS) -> RMSNorm:
     spec = ParamSpec("n.weight", (len(weight),), (Section("", len(weight)),), ParamKind.NORM, dtype, Wide())
-    norm = RMSNorm(spec, eps=0.5)
+    norm = RMSNorm(spec, eps=0.5, kind=kind)
     norm.register_parameter("weight", torch.nn.Parameter(weight, requires_grad=False))
     return norm
 
@@ -162,6 +178,36 @@ def test_the_norm_of_half_precision_sums_in_float32_and_rounds_before_the_weight
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 0.5).sqrt()
     wanted = weight * exact.half()
     torch.testing.assert_close(norm_of(weight, DType.F16)(x), wanted, rtol=2e-3, atol=0)
+
+
+def test_where_the_kinds_of_norm_round() -> None:
+    x, weight = (torch.randn(2, 50, generator=torch.Generator().manual_seed(6)) * 3).bfloat16()
+    exact = x.float() / (x.float().square().mean() + 0.5).sqrt()
+    plus_one = norm_of(weight, DType.BF16, NormKind.RMS_PLUS_ONE)(x)
+    late = norm_of(weight, DType.BF16, NormKind.RMS_FLOAT32)(x)
+    early = norm_of(weight, DType.BF16)(x)
+    torch.testing.assert_close(plus_one, (exact * (1 + weight.float())).bfloat16(), rtol=0, atol=0)
+    torch.testing.assert_close(late, (exact * weight.float()).bfloat16(), rtol=0, atol=0)
+    torch.testing.assert_close(early, exact.bfloat16() * weight, rtol=0, atol=0)
+    assert not torch.equal(early, late)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("count", "width"), [(300, 1003), (2, 40_001)])
+@pytest.mark.parametrize("name", ["gelu_new", "gelu", "silu"])
+def test_bits_of_a_plain_activation_do_not_depend_on_the_number_of_threads(
+    name: str, count: int, width: int, dtype: torch.dtype
+) -> None:
+    x = torch.randn(count, width).to(dtype)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            found.append(activated(x, activation=ACTIVATIONS[name]))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    torch.testing.assert_close(found[0], ACTIVATIONS[name](x), rtol=2e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,11 +11,11 @@ from layers.config import parse_config
 from layers.errors import ModelConfigError
 from layers.model_config import RopeKind
 from tests.layers.real_configs import CONFIGS
-from tests.layers.tiny import config_of
+from tests.layers.tiny import config_of, rope_of
 
 
 def test_rotary_settings_of_real_models() -> None:
-    ropes = {name: parse_config(raw).rope for name, raw in CONFIGS.items()}
+    ropes = {name: rope_of(parse_config(raw)) for name, raw in CONFIGS.items()}
     assert (ropes["Llama-2-7b"].kind, ropes["Llama-2-7b"].theta, ropes["Llama-2-7b"].dim) == (
         RopeKind.DEFAULT, 10000.0, 128,
     )  # fmt: skip
@@ -42,28 +42,28 @@ def test_rotary_settings_of_real_models() -> None:
     ],
 )
 def test_where_theta_is_found(keys: dict[str, Any], theta: float) -> None:
-    assert config_of(**keys).rope.theta == theta
+    assert rope_of(config_of(**keys)).theta == theta
 
 
 def test_rope_type_comes_before_type_and_old_names_are_known() -> None:
     both = {"type": "mrope", "rope_type": "linear", "factor": 2.0}
-    assert config_of(rope_scaling=both).rope.kind is RopeKind.LINEAR
+    assert rope_of(config_of(rope_scaling=both)).kind is RopeKind.LINEAR
     factors = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
-    assert config_of("phi3", rope_scaling={"type": "su", **factors}).rope.kind is RopeKind.LONGROPE
-    assert config_of("phi3", rope_scaling={"type": "yarn", **factors}).rope.kind is RopeKind.LONGROPE
+    assert rope_of(config_of("phi3", rope_scaling={"type": "su", **factors})).kind is RopeKind.LONGROPE
+    assert rope_of(config_of("phi3", rope_scaling={"type": "yarn", **factors})).kind is RopeKind.LONGROPE
 
 
 def test_the_trained_length_beside_the_settings_comes_before_the_one_inside() -> None:
     settings = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    assert config_of(rope_parameters=settings).rope.original_max_position_embeddings == 64
+    assert rope_of(config_of(rope_parameters=settings)).original_max_position_embeddings == 64
     beside = config_of(rope_parameters=settings, original_max_position_embeddings=32)
-    assert beside.rope.original_max_position_embeddings == 32
+    assert rope_of(beside).original_max_position_embeddings == 32
     without = config_of(rope_parameters={"rope_type": "yarn", "factor": 4.0})
-    assert without.rope.original_max_position_embeddings == 128
+    assert rope_of(without).original_max_position_embeddings == 128
 
 
 def test_yarn_takes_a_missing_factor_from_the_lengths() -> None:
-    rope = config_of(rope_parameters={"rope_type": "yarn", "original_max_position_embeddings": 32}).rope
+    rope = rope_of(config_of(rope_parameters={"rope_type": "yarn", "original_max_position_embeddings": 32}))
     assert rope.factor == 4.0
     assert rope.attention_factor == pytest.approx(0.1 * log(4.0) + 1.0)
 

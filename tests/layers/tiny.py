@@ -15,7 +15,7 @@ from layers.context import StepContext
 from layers.decoder import DecoderModel, build_shell
 from layers.eager import fill_shell
 from layers.kv_cache import KVCache
-from layers.model_config import ModelConfig
+from layers.model_config import ModelConfig, RopeConfig
 from layers.weights import LayerSpec
 from quant.dtypes import DType
 from quant.kernels import Kernels
@@ -34,11 +34,22 @@ BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 ARCHITECTURES = {
+    "cohere": "CohereForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "phi": "PhiForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
+    "stablelm": "StableLmForCausalLM",
 }
 
 
@@ -64,6 +75,12 @@ def raw_config(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
 
 def config_of(model_type: str = "llama", **changes: Any) -> ModelConfig:
     return parse_config(raw_config(model_type, **changes))
+
+
+def rope_of(config: ModelConfig) -> RopeConfig:
+    """The rotary settings of a configuration that has some."""
+    assert config.rope is not None
+    return config.rope
 
 
 def wide_specs(config: ModelConfig, *, dtype: DType = DType.F32, tied: bool | None = None) -> tuple[LayerSpec, ...]:

@@ -50,8 +50,8 @@ def plan_of(
     dtype: DType = DType.BF16,
     tied: bool | None = None,
     direct: bool = True,
-    unwrap: bool = False,
-    zeros: Callable[[TensorInfo], bool] = lambda info: False,
+    read: Callable[[TensorInfo], bytes] = lambda info: b"\1" * info.nbytes,
+    strict: bool = True,
     item_nbytes: int = ITEM_NBYTES,
     **changes: Any,
 ) -> LoadPlan:
@@ -63,7 +63,7 @@ def plan_of(
     specs = layer_specs(config, dtype=dtype, policy=OneScheme(scheme, head=head), tied=tied)
     checkpoint = Checkpoint(FILE.parent, "safetensors", found, (FILE,), raw, {})
     return make_plan(
-        checkpoint, specs, weight_map(config), tied=tied, direct=direct, is_zero=zeros, unwrap=unwrap,
+        checkpoint, specs, weight_map(config), tied=tied, direct=direct, read=read, strict=strict,
         item_nbytes=item_nbytes,
     )  # fmt: skip
 

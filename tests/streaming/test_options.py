@@ -24,8 +24,9 @@ def test_an_unknown_word_is_refused_with_those_that_are_known() -> None:
     )
     assert refusal(kernels="slow") == "--kernels 'slow' is not known: choose one of default, fast, exact"
     assert refusal(reader="mmap") == "--reader 'mmap' is not known: choose one of process, threads"
-    assert "--safetensors-load-strategy 'sideways' is not known: choose one of direct" in refusal(
-        safetensors_load_strategy="sideways"
+    assert (
+        "--safetensors-load-strategy 'sideways' is not known: choose one of lazy, eager, prefetch, direct, torchao"
+        in refusal(safetensors_load_strategy="sideways")
     )
     assert refusal(device="tpu") == "--device tpu: known devices are cpu and cuda[:index]"
 

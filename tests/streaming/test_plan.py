@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +14,9 @@ from examples.write_tiny_model import ARCHITECTURES, TinyModel
 from quant.dtypes import DType
 from streaming.checkpoint.tensors import Encoding
 from streaming.errors import CheckpointError, MissingTensorError, TensorMismatchError
+from streaming.leftovers import holds_only_zeros
 from streaming.plan import LoadPlan
-from streaming.prepare import holds_only_zeros
+from streaming.prepare import read_tensor
 from tests.streaming.planned import Blocks, Tensors, plan_of, tensor, tensors_of
 
 LLAMA = TinyModel(layers=2)
@@ -145,14 +145,15 @@ def test_a_shape_that_differs_is_told_with_both_shapes_and_the_file() -> None:
 
 def test_a_dtype_that_is_no_float_weight_is_told() -> None:
     error = problems_of(tensors_of(LLAMA) | {Q0: tensor(Q0, (64, 64), dtype=DType.I32)})
-    assert error.problems == (f"{Q0} in model.safetensors: dtype I32, but a float weight is needed",)
+    (problem,) = error.problems
+    assert problem.startswith(f"{Q0} in model.safetensors: dtype I32, but a float weight is needed (F64, F32, F16 or ")
 
 
 def test_two_tensors_for_one_place_are_told() -> None:
     name = "model.layers.0.self_attn.qkv_proj.weight"
     error = problems_of(tensors_of(LLAMA) | {name: tensor(name, (128, 64))})
     assert len(error.problems) == 3
-    assert f"{name} and model.layers.0.self_attn.q_proj.weight both fill {name}" in error.problems
+    assert f"{name} and model.layers.0.self_attn.q_proj.weight both fill part 'q' of {name}" in error.problems
 
 
 def test_all_problems_come_in_one_report() -> None:
@@ -192,20 +193,20 @@ BIAS = "model.layers.0.self_attn.o_proj.bias"
 
 
 def test_a_stray_bias_of_zeros_is_dropped() -> None:
-    plan = plan_of(LLAMA, tensors_of(LLAMA) | {BIAS: tensor(BIAS, (64,))}, zeros=lambda info: info.name == BIAS)
+    plan = plan_of(LLAMA, tensors_of(LLAMA) | {BIAS: tensor(BIAS, (64,))}, read=lambda info: bytes(info.nbytes))
     assert plan.dropped == {BIAS: "a bias of zeros for a layer without one"}
 
 
 def test_a_stray_bias_that_is_not_zero_is_a_problem() -> None:
     error = problems_of(tensors_of(LLAMA) | {BIAS: tensor(BIAS, (64,))})
-    assert error.problems == (
-        f"{BIAS}: a bias that is not zero, but the config gives model.layers.0.self_attn.o_proj none",
-    )
+    (problem,) = error.problems
+    module = "model.layers.0.self_attn.o_proj"
+    assert problem == f"{BIAS} in model.safetensors: a bias that is not zero, but the config gives {module} none"
 
 
 def test_a_bias_that_the_config_asks_for_is_never_dropped() -> None:
     model = TinyModel(family="qwen2", layers=1)
-    plan = plan_of(model, zeros=lambda info: True)
+    plan = plan_of(model, read=lambda info: bytes(info.nbytes))
     assert sum(item.tensor.name.endswith(".bias") for item in plan.items) == 3
     tensors = tensors_of(model)
     del tensors["model.layers.0.self_attn.k_proj.bias"]
@@ -215,14 +216,14 @@ def test_a_bias_that_the_config_asks_for_is_never_dropped() -> None:
 
 @pytest.mark.parametrize(
     ("data", "expected"),
-    [(bytes(8), True), (b"\0" * 7 + b"\1", False), (b"\0\x80" * 4, True), (b"\0\x80" * 3, False)],
-    ids=["zeros", "a one", "negative zeros", "cut short"],
+    [(bytes(8), True), (b"\0" * 7 + b"\1", False), (b"\0\x80" * 4, True)],
+    ids=["zeros", "a one", "negative zeros"],
 )
 def test_only_a_bias_whose_every_number_is_zero_counts_as_zeros(tmp_path: Path, data: bytes, expected: bool) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"head" + data)
     info = replace(tensor(BIAS, (4,), offset=4), file=file)
-    assert holds_only_zeros(info) is expected
+    assert holds_only_zeros(info, read_tensor(info)) is expected
 
 
 # --- tied -----------------------------------------------------------------------------------------------------------
@@ -266,55 +267,6 @@ def test_both_names_on_disk_are_both_planned_when_the_caller_says_untied() -> No
         ("head", HEAD),
         ("embed", EMBED),
     ]
-
-
-# --- wrapped names --------------------------------------------------------------------------------------------------
-
-WRAPPINGS = {
-    "a compiler's": ("_orig_mod.", "'_orig_mod.' stands"),
-    "a trainer's": ("module.", "'module.' stands"),
-    "a vision model's": ("language_model.", "'language_model.' stands"),
-    "doubled": ("model.", "'model.' stands"),
-}
-
-
-@pytest.mark.parametrize("case", WRAPPINGS)
-def test_a_wrappers_prefix_is_taken_away_when_that_is_asked_for(case: str) -> None:
-    prefix, words = WRAPPINGS[case]
-    plain = tensors_of(LLAMA)
-    wrapped = renamed(plain, {name: prefix + name for name in plain})
-    plan = plan_of(LLAMA, wrapped, unwrap=True)
-    assert [item.file_offset for item in plan.items] == [item.file_offset for item in plan_of(LLAMA, plain).items]
-    assert plan.warnings == (f"{words} in every tensor name: read as if it were not so",)
-
-
-@pytest.mark.parametrize("case", WRAPPINGS)
-def test_a_wrappers_prefix_is_one_problem_that_names_the_option(case: str) -> None:
-    prefix, words = WRAPPINGS[case]
-    wrapped = renamed(tensors_of(LLAMA), {name: prefix + name for name in tensors_of(LLAMA)})
-    (problem,) = problems_of(wrapped).problems
-    assert problem == f"{words} in every tensor name; --unwrap-names reads them as if it were not so"
-
-
-def test_a_missing_prefix_is_added_when_that_is_asked_for() -> None:
-    plain = tensors_of(LLAMA)
-    bare = renamed(plain, {name: name.removeprefix("model.") for name in plain})
-    assert "'model.' is missing" in problems_of(bare).problems[0]
-    assert plan_of(LLAMA, bare, unwrap=True).read_nbytes == plan_of(LLAMA, plain).read_nbytes
-
-
-def test_a_wrappers_word_in_the_middle_of_names_is_found_too() -> None:
-    plain = tensors_of(LLAMA)
-    inside = {name: re.sub(r"^(model\.layers\.\d+)\.", r"\1._orig_mod.", name) for name in plain}
-    assert "'_orig_mod.' stands" in problems_of(renamed(plain, inside)).problems[0]
-    assert plan_of(LLAMA, renamed(plain, inside), unwrap=True).read_nbytes == plan_of(LLAMA, plain).read_nbytes
-
-
-def test_unwrapping_changes_nothing_where_names_are_right_and_does_not_hide_a_problem() -> None:
-    assert plan_of(LLAMA, unwrap=True) == plan_of(LLAMA)
-    tensors = tensors_of(LLAMA)
-    del tensors[Q0]
-    assert len(problems_of(tensors, unwrap=True).problems) == 1
 
 
 # --- runs of rows ---------------------------------------------------------------------------------------------------

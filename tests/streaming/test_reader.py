@@ -19,6 +19,7 @@ import pytest
 
 from streaming import reading
 from streaming.errors import CheckpointError, WorkerError
+from streaming.open_files import state_of
 from streaming.read_plan import Piece, ReadPlan, Region
 from streaming.reader import Completion, ProcessReader, Reader, ThreadReader, open_reader
 from tests.streaming.leftovers import nothing_left
@@ -352,10 +353,12 @@ def test_the_process_ends_when_its_parent_is_killed(file: Path) -> None:
 
 def test_the_process_says_nothing_when_nobody_listens_any_more(file: Path) -> None:
     """Its parent may close the pipe of completions while a record is being written."""
-    job = {"descriptors": [0], "regions": [-1, -1], "pieces": [[0] * 6] * 3, "threads": 2}
+    how = {"strategy": "direct", "threads": 2}
+    state = state_of(file.stat())
+    job = {"paths": [str(file)], "states": [state], "regions": [-1, -1], "pieces": [[0] * 6] * 3, "how": how}
     receive, send = os.pipe()
-    command = [sys.executable, "-I", "-S", reading.__file__]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=send, stderr=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", "from streaming.reading import main; main()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=send, stderr=subprocess.PIPE, cwd=ROOT) as process:
         os.close(send)
         os.close(receive)
         _, err = process.communicate(json.dumps(job).encode() + b"\n", timeout=SOON_S)

@@ -93,16 +93,20 @@ def write_gguf(
     keys: Mapping[str, Any] = LLAMA_KEYS,
     tensors: Arrays | None = None,
     types: Mapping[str, gguf.GGMLQuantizationType] | None = None,
+    stored: Mapping[str, str] | None = None,
     big_endian: bool = False,
 ) -> Path:
-    """A GGUF file by the gguf package's writer; `types` quantizes the named tensors. Little-endian quantized only."""
+    """A GGUF file by the gguf package's writer; `types` quantizes the named tensors, `stored` says which type's
+    blocks their bytes already are. Little-endian quantized only."""
     order = gguf.GGUFEndian.BIG if big_endian else gguf.GGUFEndian.LITTLE
     writer = gguf.GGUFWriter(path, architecture, endianess=order)
     for key, value in keys.items():
         _add_key(writer, key, value)
     for name, values in (llama_tensors() if tensors is None else tensors).items():
         kind = (types or {}).get(name)
-        if kind is None:
+        if stored and name in stored:
+            writer.add_tensor(name, values, raw_dtype=gguf.GGMLQuantizationType[stored[name]])
+        elif kind is None:
             writer.add_tensor(name, values)
         else:
             writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)

@@ -237,7 +237,7 @@ def test_a_config_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     ("files", "words"),
     [
         ((), "no weights; looked for *.safetensors, *.bin, *.pt, *.pth"),
-        (("pytorch_model.bin", "training_args.bin"), "found pytorch_model.bin: PyTorch's own format is not supported"),
+        (("training_args.bin", "optimizer.pt", "scaler.pt"), "found only optimizer.pt, scaler.pt, training_args.bin"),
         (("adapter_model.safetensors",), "found only adapter_model.safetensors"),
         (("training_args.bin",), "found only training_args.bin"),
         (("params.json",), "found params.json: Mistral's own layout"),

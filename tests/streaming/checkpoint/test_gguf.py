@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from streaming.checkpoint import open_checkpoint
 from streaming.checkpoint.encodings import READABLE
 from streaming.checkpoint.gguf import read_gguf_header
-from streaming.errors import CheckpointError, CheckpointFormatError
+from streaming.errors import CheckpointError, CheckpointFormatError, OptionError
 from tests.streaming.checkpoint.build import (
     LLAMA_KEYS,
     array,
@@ -133,8 +134,8 @@ FAULTS: dict[str, tuple[bytes, str]] = {
     ),
     "a vector in blocks": (gguf_bytes(entries=[tensor_entry("t", (32,), Q4_0, 0)], data=bytes(32)), "has one dim"),
     "a type that is not decoded": (
-        gguf_bytes(entries=[tensor_entry("t", (256, 1), 16, 0), tensor_entry("u", (256, 1), 16, 0)]),
-        "tensor 't' and 1 more: type IQ2_XXS cannot be decoded; known are F32, F16, BF16, Q4_0",
+        gguf_bytes(entries=[tensor_entry("t", (256, 1), 15, 0), tensor_entry("u", (256, 1), 15, 0)]),
+        "tensor 't' and 1 more: type Q8_K cannot be decoded; known are F32, F16, BF16, F64, Q4_0",
     ),
     "a type that is not known": (gguf_bytes(entries=[tensor_entry("t", (32, 1), 99, 0)]), "type number 99 cannot"),
     "integers": (gguf_bytes(entries=[tensor_entry("t", (8,), 26, 0)], data=bytes(32)), "type I32 cannot be decoded"),
@@ -163,6 +164,26 @@ def test_each_fault_has_its_words(fault: str, tmp_path: Path) -> None:
     content, words = FAULTS[fault]
     problems = problems_of(content, tmp_path)
     assert re.search(words, problems[0]), problems
+
+
+def test_a_type_with_no_big_endian_form_is_refused_there(tmp_path: Path) -> None:
+    little = gguf_bytes(entries=[tensor_entry("t", (256, 1), 16, 0)], data=bytes(66))
+    (tmp_path / "little.gguf").write_bytes(little)
+    assert read_gguf_header(tmp_path / "little.gguf").tensors["t"].nbytes == 66
+    head = b"GGUF" + struct.pack(">IQQQ", 3, 1, 0, 1) + b"t" + struct.pack(">IQQIQ", 2, 256, 1, 16, 0)
+    (problem,) = problems_of(head + bytes(-len(head) % 32) + bytes(66), tmp_path)
+    assert "tensor 't': type IQ2_XXS is not defined in a big-endian file" in problem
+
+
+def test_a_type_that_the_package_decodes_needs_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(entries=[tensor_entry("t", (256, 1), 21, 0)], data=bytes(110)))
+    assert read_gguf_header(path).tensors["t"].nbytes == 110
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(OptionError, match=r"'t': type IQ3_S is decoded by the package gguf.*: pip install gguf"):
+        read_gguf_header(path)
+    path.write_bytes(gguf_bytes(entries=[tensor_entry("t", (256, 1), 23, 0)], data=bytes(136)))
+    assert read_gguf_header(path).tensors["t"].encoding == READABLE[23].encoding  # IQ4_XS needs none
 
 
 def test_every_wrong_tensor_is_reported(tmp_path: Path) -> None:
@@ -205,6 +226,25 @@ def small_gguf() -> bytes:
     ]
     entries = [tensor_entry("token_embd.weight", (8, 4), F32, 0), tensor_entry("b", (32, 2), Q4_0, 128)]
     return gguf_bytes(pairs, entries, array(50).tobytes())
+
+
+@pytest.mark.parametrize("cut", ["first", "second"])
+def test_a_file_that_ends_anywhere_says_so(cut: str, tmp_path: Path) -> None:
+    """Cut before every byte, a model of one file and each of a model's two parts: never opened, never another error."""
+    keys = {key: value for key, value in LLAMA_KEYS.items() if not isinstance(value, list)}
+    tensors = {name: array(*(4,) * values.ndim) for name, values in llama_tensors().items()}
+    halves = [dict(list(tensors.items())[:5]), dict(list(tensors.items())[5:])]
+    for number, (half, own_keys) in enumerate(zip(halves, (keys, {}), strict=True)):
+        split = {"split.no": number, "split.count": 2, "split.tensors.count": 11}
+        write_gguf(tmp_path / f"m-0000{number + 1}-of-00002.gguf", keys={**own_keys, **split}, tensors=half)
+    path = tmp_path / f"m-0000{1 if cut == 'first' else 2}-of-00002.gguf"
+    whole = path.read_bytes()
+    last = max(info.offset + info.nbytes for info in read_gguf_header(path).tensors.values())
+    for length in range(last):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=r"cut short|is empty|not a GGUF file") as caught:
+            open_checkpoint(tmp_path)
+        assert str(path) in str(caught.value)
 
 
 @settings(max_examples=200, deadline=None)

@@ -124,7 +124,7 @@ def test_a_folder_without_tokenizer_says_what_to_do(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json", "vocab.json"])
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.model.v3", "vocab.json"])
 def test_another_librarys_vocabulary_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with pytest.raises(CheckpointError) as error:

@@ -1,0 +1,57 @@
+"""The account of a load: every row of every stored tensor was filled, and exactly once. [no-torch]
+
+The plan promises it from headers; this counts what was really published, against the shell's own declaration and not
+against the plan, so that a mistake anywhere between the two ends the load in place of leaving memory as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from layers.weights import LayerSpec, ParamSpec
+from streaming.errors import LayerLoadError
+from streaming.plan import LoadItem
+
+_Run = tuple[int, int]
+_Runs = dict[str | None, list[_Run]]  # by stored tensor, where it is on disk in stored form; else None
+
+
+class Accounts:
+    """What has been filled so far of the parameters of some layers."""
+
+    def __init__(self, specs: Iterable[LayerSpec]) -> None:
+        self._layers = {spec.name: spec.params for spec in specs}
+        self._filled: dict[str, _Runs] = {}
+
+    def note(self, item: LoadItem) -> None:
+        """One item is where it belongs. Raises LayerLoadError when some of its rows were filled before."""
+        first = 0 if item.stored is not None else sum(item.param.section_rows[: item.section])
+        start, stop = first + item.section_rows[0], first + item.section_rows[1]
+        runs = self._filled.setdefault(item.param.name, {}).setdefault(item.stored, [])
+        for other in runs:
+            if start < other[1] and other[0] < stop:
+                rows = f"rows {max(start, other[0])} to {min(stop, other[1])}"
+                raise LayerLoadError(item.layer, "account", item.tensor.name, f"{rows} of {item.param.name} come twice")
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], stop)  # rows come in order: most parameters are one run
+        else:
+            runs.append((start, stop))
+
+    def check(self, layer: str | None = None) -> None:
+        """Raise LayerLoadError for the first parameter, of one layer or of all, that is not whole."""
+        for name in self._layers if layer is None else (layer,):
+            for param in self._layers[name]:
+                for gap in _gaps(param, self._filled.get(param.name, {})):
+                    raise LayerLoadError(name, "account", param.name, gap)
+
+
+def _gaps(param: ParamSpec, filled: _Runs) -> Iterator[str]:
+    wanted: dict[str | None, int] = {None: param.shape[0]}
+    if any(stored is not None for stored in filled):
+        wanted = {name: spec.shape[0] if spec.shape else 1 for name, spec in param.storage().items()}
+    for stored, rows in wanted.items():
+        done = 0
+        for start, stop in (*sorted(filled.get(stored, [])), (rows, rows)):
+            if start > done:
+                yield f"rows {done} to {start}{f' of its {stored}' if stored else ''} were never filled"
+            done = stop

@@ -1,0 +1,147 @@
+"""The reader's program where another package gets the bytes: the same plan, the same protocol, batch after batch.
+
+Run by `reader.py` as a process of its own, so that what a package imports (torch, often) holds nobody up. A batch is as
+many pieces, in plan order, as have room now and are not too many bytes; `fetch` brings them in whatever order it likes.
+[no-torch]
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from streaming.open_files import CHANGED, FileState, state_of
+from streaming.reading_records import COUNT, RECORD, SHORT
+
+BATCH_NBYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One piece: where it is, and which bytes of which memory it becomes."""
+
+    index: int
+    path: str
+    offset: int
+    nbytes: int
+    region: int
+    dest: int
+
+
+class Fetch(Protocol):
+    """Brings the pieces of a batch; gives each one's index once it lies in its place. Raises whatever it likes."""
+
+    def __call__(self, batch: Sequence[Wanted]) -> Iterator[int]: ...
+
+
+OpenFetch = Callable[[Sequence[memoryview]], Fetch]  # from the regions' memory
+
+
+class Batches:
+    """Pieces in plan order, as many at once as have room."""
+
+    def __init__(self, pieces: Sequence[Sequence[int]], paths: Sequence[str]) -> None:
+        self._pieces, self._paths, self._next, self._released = pieces, paths, 0, 0
+        self._changed = threading.Condition()
+
+    def release(self, count: int) -> None:
+        """`count` window items have been released in all."""
+        with self._changed:
+            self._released = max(self._released, count)
+            self._changed.notify_all()
+
+    def take(self) -> list[Wanted]:
+        """The next batch; waits for room. Empty when nothing is left."""
+        found: list[Wanted] = []
+        with self._changed:
+            while self._next < len(self._pieces):
+                file, offset, nbytes, region, dest, released = self._pieces[self._next]
+                if released > self._released:
+                    if found:
+                        break
+                    self._changed.wait()
+                    continue
+                if found and sum(each.nbytes for each in found) + nbytes > BATCH_NBYTES:
+                    break
+                found.append(Wanted(self._next, self._paths[file], offset, nbytes, region, dest))
+                self._next += 1
+        return found
+
+
+def fetch_all(
+    batches: Batches,
+    fetch: Fetch,
+    states: dict[str, FileState],
+    report: Callable[[bytes], None],
+    complain: Callable[[Exception], None],
+) -> None:
+    """Fetch and report until nothing is left, or a batch fails; its error, where the files do not explain it."""
+    while batch := batches.take():
+        start, error, landed = time.monotonic(), None, set[int]()
+        try:
+            for index in fetch(batch):
+                landed.add(index)
+        except Exception as caught:  # another package's
+            error = caught
+        for wanted in batch:
+            code = _fault(wanted, states[wanted.path], failed=wanted.index not in landed)
+            if code == errno.EIO and error is not None:
+                complain(error)  # before the report: whoever hears that ends this process
+            report(RECORD.pack(wanted.index, code, start, time.monotonic()))
+            if code:
+                return
+
+
+def _fault(wanted: Wanted, planned: FileState, *, failed: bool) -> int:
+    try:
+        found = state_of(os.stat(wanted.path))
+    except OSError as error:
+        return error.errno or errno.EIO
+    if found[2] < wanted.offset + wanted.nbytes:
+        return SHORT
+    return CHANGED if found != planned else errno.EIO if failed else 0
+
+
+def main(open_fetch: OpenFetch) -> None:
+    """Carry out one job from standard input; its end means: stop."""
+    job = json.loads(sys.stdin.buffer.readline())
+    records = os.dup(1)
+    os.dup2(2, 1)  # whatever a package prints must not mix with the records
+    batches = Batches(job["pieces"], job["paths"])
+    states: dict[str, FileState] = {path: tuple(state) for path, state in zip(job["paths"], job["states"], strict=True)}
+
+    def complain(error: Exception) -> None:
+        sys.stderr.write(f"firstlayer: {job['how']['strategy']}: {type(error).__name__}: {error}\n")
+
+    def work() -> None:
+        try:
+            fetch = open_fetch([_memory(descriptor) for descriptor in job["regions"]])
+            fetch_all(batches, fetch, states, lambda record: _write(records, record), complain)
+        except Exception as error:  # the package cannot be used: no piece is there to report it by
+            complain(error)
+            os.close(records)
+
+    threading.Thread(target=work, daemon=True).start()
+    while len(count := sys.stdin.buffer.read(COUNT.size)) == COUNT.size:
+        batches.release(COUNT.unpack(count)[0])
+    os._exit(0)
+
+
+def _write(records: int, record: bytes) -> None:
+    try:
+        os.write(records, record)
+    except OSError:  # nobody listens any more
+        os._exit(0)
+
+
+def _memory(descriptor: int) -> memoryview:
+    nbytes = os.fstat(descriptor).st_size if descriptor >= 0 else 0
+    return memoryview(mmap.mmap(descriptor, nbytes)) if nbytes else memoryview(bytearray())

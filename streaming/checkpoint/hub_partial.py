@@ -1,0 +1,124 @@
+"""Large files of the hub, taken up where an earlier run ended. [no-torch]
+
+The client takes up a connection that is cut, and begins a file anew when its process was ended: what it had is named
+after that process. Here a file that is fetched has a name that the next run finds, `blobs/<etag>.partial` in the hub's
+cache; once whole it becomes `blobs/<etag>`, which the client then finds there and links
+(https://huggingface.co/docs/huggingface_hub/guides/manage-cache). An etag is of one content, so a partial file never
+goes on with another's bytes; what was taken up is held against its checksum all the same, since a crash may have lost
+some of it. Files that come by way of hf_xet are left to the client.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from streaming.checkpoint.hub import HubId, is_true, repo_folder
+
+LARGE_NBYTES = 32 << 20  # smaller files are fetched anew as quickly
+_AT_ONCE = 4  # files
+_ETAG = re.compile(r"[0-9a-zA-Z]{20,128}")  # it becomes a file's name
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_NEEDED = {"resume_size", "headers", "expected_size", "_tqdm_bar"}  # what the client's function must take
+
+
+@dataclass(frozen=True)
+class _Remote:
+    """Where a file's bytes are."""
+
+    url: str
+    headers: dict[str, str]
+    etag: str
+    nbytes: int
+
+
+def fetch_large(
+    client: Any, model: HubId, names: Iterable[str], *, revision: str, endpoint: str | None, make_bar: Callable[[], Any]
+) -> None:
+    """Bring these files' bytes into the cache's blobs; those that are left out, the client fetches by itself.
+
+    `revision`: a commit. `make_bar` gives what is told of bytes as they come (`update`, which may raise to end it)
+    and of those that were there (`had`). Raises what the
+    client raises; OSError where a file that was taken up is not what it should be.
+    """
+    if not set(inspect.signature(client.file_download.http_get).parameters) >= _NEEDED:
+        return
+    blobs = repo_folder(model) / "blobs"
+    blobs.mkdir(parents=True, exist_ok=True)
+
+    def fetch(name: str) -> None:
+        if (remote := _find(client, model, name, revision, endpoint)) is not None:
+            _fetch_one(client, remote, blobs, make_bar())
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        futures = [pool.submit(fetch, name) for name in names]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+            wait(futures)
+
+
+def _find(client: Any, model: HubId, name: str, revision: str, endpoint: str | None) -> _Remote | None:
+    """None for what is the client's to fetch."""
+    url = client.hf_hub_url(model.repo, name, revision=revision, endpoint=endpoint)
+    found = client.get_hf_file_metadata(url)
+    by_xet = getattr(found, "xet_file_data", None) is not None and importlib.util.find_spec("hf_xet") is not None
+    if by_xet and not is_true(os.environ.get("HF_HUB_DISABLE_XET")):
+        return None
+    if found.etag is None or found.size is None or _ETAG.fullmatch(found.etag) is None:
+        return None
+    headers = client.utils.build_hf_headers()
+    if urlsplit(found.location).netloc != urlsplit(url).netloc:
+        headers.pop("authorization", None)  # the token is for the hub alone
+    return _Remote(found.location, headers, found.etag, found.size)
+
+
+def _fetch_one(client: Any, remote: _Remote, blobs: Path, bar: Any) -> None:
+    blob, partial = blobs / remote.etag, blobs / f"{remote.etag}.partial"
+    if blob.exists():
+        partial.unlink(missing_ok=True)
+        return
+    with FileIO(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return  # another process fetches it, or the file system has no locks: the client's own way is safe
+        had_nbytes = file.seek(0, os.SEEK_END)
+        if had_nbytes > remote.nbytes:
+            had_nbytes = file.truncate(0)
+            file.seek(0)
+        bar.had(had_nbytes)
+        client.file_download.http_get(
+            remote.url,
+            file,
+            resume_size=had_nbytes,
+            headers=remote.headers,
+            expected_size=remote.nbytes,
+            _tqdm_bar=bar,
+        )
+        if had_nbytes and not _is_right(file, remote.etag):
+            partial.unlink()
+            raise OSError(f"{partial}: what an earlier run left of it was wrong; it is removed, run it again")
+        os.replace(partial, blob)
+
+
+def _is_right(file: FileIO, etag: str) -> bool:
+    """Whether the bytes are those that the etag names, where it is a checksum of them."""
+    if _SHA256.fullmatch(etag) is None:
+        return True
+    file.seek(0)
+    return hashlib.file_digest(file, "sha256").hexdigest() == etag

@@ -1,0 +1,54 @@
+"""`firstlayer download`: what a load would fetch, fetched beforehand; prints the folder (or file) that has it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from streaming.checkpoint.formats import check_load_format
+from streaming.checkpoint.hub import is_offline
+from streaming.checkpoint.location import DEMO, fetch, hub_id, locate, uses_modelscope
+from streaming.commands.transfer_line import with_line
+from streaming.errors import OptionError
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `download` takes; nothing of loading but what decides which files are needed."""
+    parser.add_argument("model", metavar="MODEL", help="a hub id owner/name[/file.gguf][@revision]")
+    parser.add_argument("--revision", metavar="REV", help="a branch, a tag or a commit")
+    parser.add_argument("--load-format", default="auto", metavar="FORMAT", help="fetch what this format reads")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Fetch, and say where it is."""
+    check_load_format(options.load_format)
+    name, revision, load_format = options.model, options.revision, options.load_format
+    if name == DEMO or os.path.lexists(name) or load_format == "remote":
+        what = "the demo package's model" if name == DEMO else f"{name}: a path that exists"
+        raise OptionError(f"download fetches hub ids, owner/name[@revision]; there is nothing to fetch for {what}")
+    model = hub_id(name, revision=revision)
+    if is_offline() or uses_modelscope():
+        path, fetched_nbytes = locate(name, revision=revision, load_format=load_format), None
+    else:
+        path, fetched_nbytes = with_line(options, lambda tell: fetch(model, load_format=load_format, tell=tell))
+    if options.json:
+        files = _files(path)
+        found = {
+            "model": model.repo, "revision": model.revision, "path": str(path), "bytes": sum(files.values()),
+            "bytes_fetched": fetched_nbytes, "files": files,
+        }  # fmt: skip
+        sys.stdout.write(json.dumps(found) + "\n")
+    else:
+        sys.stdout.write(f"{path}\n")
+    return 0
+
+
+def _files(path: Path) -> dict[str, int]:
+    """Name -> size in bytes of each file that is there."""
+    if path.is_file():
+        return {path.name: path.stat().st_size}
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return {str(file.relative_to(path)): file.stat().st_size for file in files}

@@ -1,0 +1,23 @@
+"""What the system says of a file, in words. [no-torch]"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+
+
+def system_fault(file: object, code: int | None) -> str:
+    """A line that names the file; where a limit is in the way, the limit and how to raise it."""
+    if code == errno.EMFILE:
+        return f"{file}: {descriptor_limit()}"
+    return f"{file}: {os.strerror(code) if code else 'cannot be read'}"
+
+
+def descriptor_limit() -> str:
+    """How many files may be open, and how to raise that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"too many open files: this process may have {soft:,} open at once; raise the limit with `ulimit -n` "
+        f"(up to {hard:,} here)"
+    )

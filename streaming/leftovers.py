@@ -1,0 +1,75 @@
+"""Tensors that writers leave in checkpoints and that no parameter needs: which may be dropped, and why. [no-torch]
+
+Only what provably changes nothing is let go: a bias of zeros, the order of groups where it is the usual one, scales of
+a cache that is not quantized. Whatever may be a weight stays a problem.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from layers.weights import ParamSpec
+from quant.dtypes import DType
+from streaming.checkpoint.tensors import TensorInfo
+
+ReadTensor = Callable[[TensorInfo], bytes]
+"""All bytes of one small tensor."""
+
+CACHE_SCALE = "KV-cache scale: the cache is not quantized"
+QUERY_SCALE = "scale of a quantized attention, which is computed wide here"
+_CACHE = re.compile(r"\.(kv_scale|[kv]_scale|[kv]_zero_point)$|\.[kv]_proj\.output_(scale|zero_point)$")
+_QUERY = re.compile(r"\.(q_scale|q_zero_point|prob_scale|prob_output_scale)$|\.q_proj\.output_(scale|zero_point)$")
+_SMALL_NBYTES = 1 << 20  # a group index has one number for each input; nothing larger is read to be looked at
+
+
+def leftover_reason(
+    info: TensorInfo,
+    param: str,
+    params: Mapping[str, ParamSpec],
+    *,
+    read: ReadTensor,
+    group_size: int | None,
+) -> str | None:
+    """Why a tensor that would be `param`, which the model does not have, may be dropped; None where it may not.
+
+    `group_size`: that of the checkpoint's quantization, -1 for one group, None where it names none.
+    """
+    if _CACHE.search(info.name):
+        return CACHE_SCALE
+    if _QUERY.search(info.name):
+        return QUERY_SCALE
+    module, _, leaf = param.rpartition(".")
+    if f"{module}.weight" not in params or len(info.shape) != 1 or info.nbytes > _SMALL_NBYTES:
+        return None
+    if leaf == "bias" and info.encoding is None and holds_only_zeros(info, read(info)):
+        return "a bias of zeros for a layer without one"
+    if leaf == "g_idx" and (numbers := _whole_numbers(info, read)) is not None and _is_usual(numbers, group_size):
+        return "the order of groups, which is the usual one (i // group_size)"
+    return None
+
+
+def holds_only_zeros(info: TensorInfo, data: bytes) -> bool:
+    """Whether the numbers are all zero, negative zeros among them."""
+    size = info.dtype.itemsize
+    last = 0 if info.big_endian else size - 1  # the byte of a float in which its sign stands
+    signs = data[last::size]
+    others = (data[byte::size] for byte in range(size) if byte != last)
+    return not any(map(any, others)) and not signs.strip(b"\x00\x80" if info.dtype.is_float else b"\x00")
+
+
+def _whole_numbers(info: TensorInfo, read: ReadTensor) -> list[int] | None:
+    if info.dtype not in (DType.I32, DType.I64) or not (info.is_plain or info.big_endian):
+        return None
+    data, size = read(info), info.dtype.itemsize
+    order: Literal["big", "little"] = "big" if info.big_endian else "little"
+    return [int.from_bytes(data[at : at + size], order, signed=True) for at in range(0, len(data), size)]
+
+
+def _is_usual(numbers: Sequence[int], group_size: int | None) -> bool:
+    """Whether input i is in group i // group_size; where no size is named, in that of some size."""
+    if group_size is None:
+        group_size = next((i for i, number in enumerate(numbers) if number), -1)
+    size = group_size if group_size > 0 else max(1, len(numbers))
+    return all(number == i // size for i, number in enumerate(numbers))

@@ -1,0 +1,122 @@
+"""How this load's files are read: the strategy that was asked for, or that suits where they lie, and its numbers.
+
+[no-torch]
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from streaming.available_memory import available_nbytes
+from streaming.checkpoint.tensors import Checkpoint
+from streaming.errors import CheckpointError, OptionError
+from streaming.file_faults import system_fault
+from streaming.mount_table import file_system_of
+from streaming.open_files import FileState, state_of
+from streaming.options import LoadOptions
+from streaming.plan import LoadPlan
+from streaming.read_plan import ReadPlan
+from streaming.read_strategy import (
+    BACK_ENDS,
+    NETWORK,
+    ReadChoice,
+    ReadMethod,
+    Surroundings,
+    choose_strategy,
+    whole_file_bytes,
+)
+
+logger = logging.getLogger(__name__)
+LEAST_AHEAD_NBYTES = 64 << 20
+
+
+def choose_reading(checkpoint: Checkpoint, plan: LoadPlan, options: LoadOptions) -> ReadChoice:
+    """The choice, logged in one line. Raises OptionError for options that do not go with it."""
+    choice = _choose(checkpoint, plan, options)
+    logger.info("reading with %s: %s", choice.strategy, choice.reason)
+    if choice.strategy == "torchao":
+        _refuse_torchao(checkpoint)
+    if options.loader.multithreaded and choice.strategy in ("dummy", "remote"):
+        raise OptionError(f"--model-loader-extra-config: reading threads are for local files; {choice.reason}")
+    for name, value in (("num-threads", options.safetensors_prefetch_num_threads),
+                        ("block-size", options.safetensors_prefetch_block_size)):  # fmt: skip
+        if value is not None and choice.strategy != "prefetch":
+            raise OptionError(
+                f"--safetensors-prefetch-{name} goes with --safetensors-load-strategy prefetch; "
+                f"{choice.strategy} is used: {choice.reason}"
+            )
+    return choice
+
+
+def _choose(checkpoint: Checkpoint, plan: LoadPlan, options: LoadOptions) -> ReadChoice:
+    if checkpoint.format == "dummy":
+        return ReadChoice("dummy", "no file is read")
+    if checkpoint.address is not None:
+        return ReadChoice("remote", "byte ranges are fetched from the address")
+    if options.load_format in BACK_ENDS:
+        return ReadChoice(options.load_format, f"--load-format {options.load_format}")
+    folder = checkpoint.root if checkpoint.root.is_dir() else checkpoint.root.parent
+    kind = file_system_of(next((file for file in checkpoint.files if isinstance(file, Path)), folder))
+    memory = available_nbytes() if kind in NETWORK else None
+    found = Surroundings(kind, plan.read_nbytes, memory, torchao=_is_torchao(checkpoint))
+    return choose_strategy(options.safetensors_load_strategy, found)
+
+
+def _is_torchao(checkpoint: Checkpoint) -> bool:
+    quantized = checkpoint.config.get("quantization_config")
+    return isinstance(quantized, Mapping) and quantized.get("quant_method") == "torchao"
+
+
+def _refuse_torchao(checkpoint: Checkpoint) -> None:
+    if not _is_torchao(checkpoint):
+        raise OptionError(
+            f"--safetensors-load-strategy torchao: {checkpoint.name} is not serialized by torchao (its config.json has "
+            "no quantization_config with quant_method torchao)"
+        )
+    if find_spec("torchao") is None:
+        raise OptionError(f"{checkpoint.name} is serialized by torchao: pip install 'torchao>=0.15'")
+    raise CheckpointError(f"{checkpoint.name}: is serialized by torchao, whose number formats are not supported yet")
+
+
+def whole_file_nbytes(plan: LoadPlan, choice: ReadChoice) -> int:
+    """What `eager` holds at once beside everything else: the largest file. Raises OptionError (see read_strategy)."""
+    if choice.strategy != "eager":
+        return 0
+    files = {item.tensor.file: 0 for item in plan.items}
+    numbers = {file: number for number, file in enumerate(files)}
+    sizes = [state[2] for state in states_of(list(files))]
+    return whole_file_bytes([(numbers[item.tensor.file], item.direct) for item in plan.items], sizes)[1]
+
+
+def states_of(files: list[object]) -> list[FileState]:
+    """The files' states now. Raises CheckpointError for one that is gone."""
+    states = []
+    for file in files:
+        try:
+            states.append(state_of(os.stat(str(file))))
+        except OSError as error:
+            raise CheckpointError(system_fault(file, error.errno)) from error
+    return states
+
+
+def planned_states(read_plan: ReadPlan, choice: ReadChoice) -> tuple[FileState, ...]:
+    """The states of the files that are read; () where there are none of this machine."""
+    if choice.strategy in ("dummy", "remote"):
+        return ()
+    return tuple(states_of(list(read_plan.files)))
+
+
+def read_method(options: LoadOptions, choice: ReadChoice) -> ReadMethod:
+    """What the reader is told."""
+    ahead = available_nbytes() if choice.strategy == "prefetch" else None
+    return ReadMethod(
+        strategy=choice.strategy,
+        threads=options.loader.threads,
+        ahead_threads=options.safetensors_prefetch_num_threads or ReadMethod.ahead_threads,
+        block_nbytes=options.prefetch_block_nbytes or ReadMethod.block_nbytes,
+        ahead_nbytes=ReadMethod.ahead_nbytes if ahead is None else max(LEAST_AHEAD_NBYTES, ahead // 2),
+    )

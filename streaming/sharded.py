@@ -1,0 +1,229 @@
+"""Folders that save-shards wrote (load format `sharded_state`): the manifest, and what it must agree with. [no-torch]
+
+    firstlayer_shards.json                      what follows, written last: without it the folder is not whole
+    model-rank-00000-part-00000.safetensors     the stored tensors of one rank, under the names of the parameters
+    config.json, tokenizer and generation files the model's own
+
+A rank reads its own file only. The stored form depends on the scheme, the dtype and the topology (how many ranks share
+the model, by tensor and by expert), so a run that asks for others is refused: nothing is quantized twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quant.dtypes import DType
+from quant.registry import scheme_names
+from streaming.checkpoint.files import read_json_object
+from streaming.checkpoint.members import CONFIG, SHARDED, Listing, hub_root_of, list_folder, member_fault
+from streaming.checkpoint.report import Report
+from streaming.checkpoint.safetensors import read_safetensors_header
+from streaming.checkpoint.tensors import Checkpoint, TensorInfo
+from streaming.errors import CheckpointError, CheckpointFormatError, OptionError
+from streaming.options import DTYPES, LoadOptions
+
+FORMAT = "sharded_state"
+MANIFEST = SHARDED[0]
+GGUF_METADATA = "gguf_metadata.json"  # the tokenizer and chat template of a model that was one GGUF file
+VERSION = 1
+_PART = re.compile(r"model-rank-(?P<rank>\d{5})-part-\d{5}\.safetensors")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How many ranks share a model, and which one this is."""
+
+    tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    rank: int = 0
+
+    def __str__(self) -> str:
+        return f"tensor parallel size {self.tensor_parallel_size} and expert parallel size {self.expert_parallel_size}"
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """One file of a manifest; `sha256` of all its bytes, in hexadecimal."""
+
+    name: str
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What firstlayer_shards.json says. `tied`: embedding and head are one matrix. `source`: a digest of what it was
+    made from, to know the same again."""
+
+    tensor_parallel_size: int
+    expert_parallel_size: int
+    quantization: str
+    quantize_head: bool
+    dtype: str
+    tied: bool
+    source: str
+    files: tuple[ShardFile, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"format": "firstlayer shards", "version": VERSION, **asdict(self)}
+
+
+def part_name(rank: int, *, part: int = 0) -> str:
+    """The name of a rank's file."""
+    return f"model-rank-{rank:05d}-part-{part:05d}.safetensors"
+
+
+def is_sharded(listing: Listing) -> bool:
+    """Whether the folder is one that save-shards wrote. Raises CheckpointError where it did not come to its end."""
+    if MANIFEST in listing:
+        return True
+    if parts := listing.matching(SHARDED[1]):
+        raise CheckpointError(
+            f"{listing.root}: holds {parts[0]} and no {MANIFEST}: save-shards did not come to its end here; "
+            "remove the folder and save again"
+        )
+    return False
+
+
+# --- reading
+
+
+def open_sharded(root: Path) -> Checkpoint:
+    """The checkpoint in such a folder. Raises CheckpointError with all problems of its files, and for a topology that
+    is not this run's, with both."""
+    if not root.is_dir():
+        raise CheckpointError(f"{root}: is not a folder that save-shards wrote")
+    if not is_sharded(list_folder(root)):
+        raise CheckpointError(f"{root}: no {MANIFEST}; such folders are written by firstlayer save-shards")
+    manifest = read_manifest(root)
+    _check_topology(root, manifest, Topology())
+    report = Report(root)
+    config = _read_json(root, CONFIG, report)
+    metadata = _read_json(root, GGUF_METADATA, report) if (root / GGUF_METADATA).exists() else {}
+    files = [file for file in manifest.files if int(_rank(file.name)) == Topology().rank]
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        for name, info in _read_part(root, file, report).items():
+            if name in tensors:
+                report.add(f"tensor {name!r} is in {tensors[name].file} and in {info.file}", broken=True)
+            tensors[name] = info
+    report.raise_if_any()
+    paths = tuple(root / file.name for file in files)
+    return Checkpoint(root, FORMAT, tensors, paths, config, metadata, saved=manifest.as_dict())
+
+
+def _check_topology(root: Path, manifest: Manifest, here: Topology) -> None:
+    saved = Topology(manifest.tensor_parallel_size, manifest.expert_parallel_size)
+    if str(saved) != str(here):
+        raise CheckpointError(f"{root}: was saved for {saved}; this run has {here}: save it again for these")
+
+
+def _read_json(root: Path, name: str, report: Report) -> dict[str, Any]:
+    try:
+        if fault := member_fault(root / name, hub_root_of(root)):
+            raise CheckpointError(f"{root / name}: {fault}")
+        return read_json_object(root / name)
+    except CheckpointError as error:
+        report.absorb(error)
+        return {}
+
+
+def _read_part(root: Path, file: ShardFile, report: Report) -> Mapping[str, TensorInfo]:
+    path = root / file.name
+    try:
+        if fault := member_fault(path, hub_root_of(root)):
+            raise CheckpointError(f"{path}: {fault} ({MANIFEST} names it)")
+        if (found := path.stat().st_size) != file.nbytes:
+            raise CheckpointFormatError(f"{path}: has {found} bytes, but {MANIFEST} says {file.nbytes}")
+        return read_safetensors_header(path)
+    except CheckpointError as error:
+        report.absorb(error)
+        return {}
+
+
+def read_manifest(root: Path) -> Manifest:
+    """The manifest of a folder. Raises CheckpointFormatError that names what is wrong in it."""
+    path = root / MANIFEST
+    found = read_json_object(path, strict=True)
+    if found.get("version") != VERSION:
+        raise CheckpointFormatError(f"{path}: is of version {found.get('version')!r}; this program reads {VERSION}")
+    fields = {name: found.get(name) for name in Manifest.__dataclass_fields__}
+    for name, kind in _KINDS.items():
+        if type(fields[name]) is not kind:
+            raise CheckpointFormatError(f"{path}: {name} is {fields[name]!r:.60}, not of type {kind.__name__}")
+    if found["quantization"] not in scheme_names():
+        raise CheckpointFormatError(f"{path}: quantization {found['quantization']!r} is not known")
+    if found["dtype"] not in {dtype.torch_name for dtype in DType if dtype.is_wide}:
+        raise CheckpointFormatError(f"{path}: dtype {found['dtype']!r} is none that weights are kept in")
+    fields["files"] = tuple(_shard_file(path, entry) for entry in found["files"])
+    return Manifest(**fields)  # type: ignore[arg-type]
+
+
+_KINDS = {
+    "tensor_parallel_size": int, "expert_parallel_size": int, "quantization": str, "quantize_head": bool,
+    "dtype": str, "tied": bool, "source": str, "files": list,
+}  # fmt: skip
+
+
+def _shard_file(path: Path, entry: object) -> ShardFile:
+    if (
+        isinstance(entry, dict)
+        and set(entry) == set(ShardFile.__dataclass_fields__)
+        and isinstance(entry["name"], str)
+        and _PART.fullmatch(entry["name"])
+        and type(entry["nbytes"]) is int
+        and isinstance(entry["sha256"], str)
+    ):
+        return ShardFile(**entry)
+    raise CheckpointFormatError(f"{path}: files has an entry that is none: {entry!r:.80}")
+
+
+def _rank(name: str) -> str:
+    found = _PART.fullmatch(name)
+    assert found is not None  # checked when the manifest was read
+    return found["rank"]
+
+
+# --- options
+
+
+def saved_options(saved: Mapping[str, Any], options: LoadOptions) -> LoadOptions:
+    """The options with what the folder says of scheme, head and dtype. Raises OptionError where they say otherwise.
+
+    `--quantization none`, the default, asks for nothing to be quantized while loading: the saved scheme stays.
+    """
+    scheme, dtype = str(saved["quantization"]), str(saved["dtype"])
+    if options.quantization not in ("none", scheme):
+        raise OptionError(
+            f"--quantization {options.quantization}: the shards were saved with {scheme}; leave the option out, or "
+            "save them again from the original"
+        )
+    if options.quantize_head and not saved["quantize_head"]:
+        raise OptionError("--quantize-head: the shards were saved with a wide head; save them again from the original")
+    asked = DTYPES[options.dtype]
+    if asked is not None and asked.torch_name != dtype:
+        raise OptionError(f"--dtype {options.dtype}: the shards were saved in {dtype}; leave the option out")
+    return replace(options, quantization=scheme, quantize_head=bool(saved["quantize_head"]))
+
+
+def same_source(manifest: Manifest, wanted: Manifest) -> bool:
+    """Whether both were made from the same, in the same form."""
+    return replace(manifest, files=()) == replace(wanted, files=())
+
+
+def checksum_faults(root: Path, saved: Mapping[str, Any], *, names: Sequence[str]) -> list[str]:
+    """Files whose bytes are no longer those that were saved, one line each; they are read whole."""
+    from hashlib import file_digest
+
+    faults = []
+    for file in (file for file in saved["files"] if file["name"] in names):
+        with (root / file["name"]).open("rb") as opened:
+            found = file_digest(opened, "sha256").hexdigest()
+        if found != file["sha256"]:
+            faults.append(f"{root / file['name']}: its sha256 is {found}, but {MANIFEST} says {file['sha256']}")
+    return faults

@@ -1,0 +1,62 @@
+"""The plan of a folder that save-shards wrote: every stored tensor is read as it is, nothing is quantized. [no-torch]
+
+The tensors bear the names of the model's own parameters and of what their schemes keep beside them, so that nothing is
+matched, fused or renamed: each stored tensor is there, in its shape and dtype, or the folder is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+
+from layers.architecture import EMBED_WEIGHT
+from layers.weights import LayerSpec, ParamSpec
+from quant.scheme import StoredSpec
+from streaming.checkpoint.tensors import Checkpoint, TensorInfo
+from streaming.plan import ITEM_NBYTES, LoadPlan, Run, checkpoint_error, lay_out
+
+
+def make_stored_plan(
+    checkpoint: Checkpoint, specs: Sequence[LayerSpec], *, direct: bool, item_nbytes: int = ITEM_NBYTES
+) -> LoadPlan:
+    """Every stored tensor of every parameter, in reading order; `direct`: the device can be read into (the CPU).
+
+    Raises CheckpointError with all tensors that are missing, of another shape or dtype, or too many.
+    """
+    wanted = {full: spec for layer in specs for param in layer.params for full, spec in stored_names(param).items()}
+    missing = [f"{name} is missing" for name in wanted if name not in checkpoint.tensors]
+    wrong = list(_mismatches(wanted, checkpoint.tensors))
+    if missing or wrong:
+        raise checkpoint_error(checkpoint, (*missing, *wrong), missing=not wrong)
+    layers = lay_out(specs, partial(_runs_of, tensors=checkpoint.tensors, direct=direct, item_nbytes=item_nbytes))
+    return LoadPlan(layers, checkpoint.tensors[EMBED_WEIGHT], {})
+
+
+def stored_names(param: ParamSpec) -> dict[str, StoredSpec]:
+    """The parameter's stored tensors by their full names. What goes with its rows (their scales) comes before them, so
+    that rows can be used as soon as they are there."""
+    module, _, leaf = param.name.rpartition(".")
+    storage = sorted(param.storage().items(), key=lambda entry: entry[0] == leaf)
+    return {f"{module}.{name}": spec for name, spec in storage}
+
+
+def _mismatches(wanted: Mapping[str, StoredSpec], tensors: Mapping[str, TensorInfo]) -> Iterable[str]:
+    for name, info in tensors.items():
+        spec = wanted.get(name)
+        if spec is None:
+            yield f"{name} in {info.file.name}: nothing of the model is stored under this name"
+        elif (info.shape, info.dtype) != (spec.shape, spec.dtype):
+            yield (
+                f"{name} in {info.file.name}: {info.dtype.value} {list(info.shape)}, but the model keeps "
+                f"{spec.dtype.value} {list(spec.shape)}"
+            )
+
+
+def _runs_of(param: ParamSpec, *, tensors: Mapping[str, TensorInfo], direct: bool, item_nbytes: int) -> Iterable[Run]:
+    for full in stored_names(param):
+        info, name = tensors[full], full.rpartition(".")[2]
+        rows = info.shape[0] if info.shape else 1
+        step = max(1, item_nbytes // max(1, info.row_nbytes))
+        for start in range(0, rows, step):
+            run = (start, min(rows, start + step))
+            yield param, 0, info, run, run, direct, len(param.sections), name

@@ -1,0 +1,53 @@
+"""Tiny models of every family beyond Llama's form, as changes to the configuration that transformers builds them from.
+
+Each choice that a family offers is taken at least once; windows are shorter than the longest prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+TANH = {"hidden_act": "gelu_pytorch_tanh"}
+GEMMA2 = {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 20, "num_hidden_layers": 3}
+GEMMA3 = {
+    "head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 20, "num_hidden_layers": 4,
+    "sliding_window_pattern": 3,
+}  # fmt: skip
+TWO_BASES = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+}
+
+# name -> (model_type, changes)
+FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {"tie_word_embeddings": True}),
+    "gpt2 untied, square": ("gpt2", {"tie_word_embeddings": False, "n_inner": 48, "activation_function": "relu"}),
+    "glm": ("glm", {"head_dim": 16, "attention_bias": True}),
+    "glm all rotated, no bias": ("glm", {"head_dim": 16, "attention_bias": False, "partial_rotary_factor": 1.0}),
+    "glm4": ("glm4", {"head_dim": 16, "tie_word_embeddings": True}),
+    "olmo2": ("olmo2", {}),
+    "olmo2 bias, tied": ("olmo2", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "stablelm": ("stablelm", {"hidden_size": 64}),
+    "stablelm parallel, norms, bias": ("stablelm", {
+        "hidden_size": 64, "use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True,
+        "tie_word_embeddings": True, "partial_rotary_factor": 0.5,
+    }),
+    "stablelm norms": ("stablelm", {"hidden_size": 64, "qk_layernorm": True}),
+    "gemma": ("gemma", {"head_dim": 16, **TANH, "tie_word_embeddings": True}),
+    "gemma bias, untied": ("gemma", {"head_dim": 20, **TANH, "attention_bias": True}),
+    "gemma2": ("gemma2", {**GEMMA2, "tie_word_embeddings": True}),
+    "gemma2 small caps": ("gemma2", {**GEMMA2, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma2 no caps": ("gemma2", {**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": ("gemma3_text", {**GEMMA3, "tie_word_embeddings": True}),
+    "gemma3 two bases": ("gemma3_text", {**GEMMA3, "rope_parameters": TWO_BASES, "final_logit_softcapping": 5.0}),
+    "phi": ("phi", {"partial_rotary_factor": 0.5, "num_key_value_heads": 4, "hidden_size": 64}),
+    "phi grouped, all rotated": ("phi", {"partial_rotary_factor": 1.0, "hidden_act": "gelu", "hidden_size": 64}),
+    "granite": ("granite", {
+        "embedding_multiplier": 3.7, "logits_scaling": 1.9, "residual_multiplier": 0.43, "attention_multiplier": 0.31,
+        "tie_word_embeddings": True,
+    }),
+    "granite bias": ("granite", {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.2}),
+    "cohere": ("cohere", {"tie_word_embeddings": True, "logit_scale": 0.6}),
+    "cohere norms, bias": ("cohere", {"use_qk_norm": True, "attention_bias": True, "logit_scale": 0.7,
+                                      "tie_word_embeddings": True}),
+}  # fmt: skip
