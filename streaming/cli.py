@@ -175,6 +175,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     add("--safetensors-prefetch-block-size", metavar="SIZE", help="of prefetch (16MiB)")
     add("--model-loader-extra-config", metavar="JSON", help="enable_multithread_load, num_threads and others")
     add("--reader", default="process", metavar="KIND", help=f"who reads: {', '.join(READERS)}")
+    add("--unwrap-names", action="store_true", help="take away what a training wrapper put before tensor names")
     add("--check-weights", action="store_true", help="non-finite or all-zero weights are an error, not a warning")
     add("--revision", metavar="REV", help="of a hub id")
     add(

@@ -66,6 +66,7 @@ class LoadKeywords(TypedDict, total=False):
     threads: int | None
     reader: str
     check_weights: bool
+    unwrap_names: bool
     revision: str | None
     sources: Sequence[Source]
     remote_cache: str | None

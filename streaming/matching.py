@@ -15,7 +15,7 @@ from layers.weights import Dropped, LayerSpec, ParamSpec, Target, WeightMap
 from quant.dtypes import DType
 from streaming.checkpoint.tensors import TensorInfo
 from streaming.leftovers import ReadTensor, leftover_reason
-from streaming.wrappers import unwrappings
+from streaming.wrappers import TRAINING_WORDS, unwrappings
 
 _TIED = ("model.embed_tokens.weight", "lm_head.weight")
 _NAMED = 3  # tensors that a warning names one by one
@@ -57,18 +57,23 @@ class Matching:
     read: ReadTensor
     group_size: int | None = None
     strict: bool = True
+    unwrap: bool = False  # read names that a training wrapper changed; else the report says what would make them match
 
 
 def match_names(tensors: Mapping[str, TensorInfo], specs: Sequence[LayerSpec], how: Matching) -> Sources:
     """Give every tensor its home.
 
-    Names that a wrapper changed are read without its words where that makes all of them match; a note says so.
+    Names that a wrapper changed are read without its words where that makes all of them match; a note says so. What
+    only a training process leaves behind (TRAINING_WORDS) is read so when that is asked for: such a file is more often
+    a snapshot of a run than a model to be served.
     """
     plain = _match(tensors, specs, how)
     if not plain.problems:
         return plain
     for what, unwrapped in unwrappings(tensors):
         found = _match(unwrapped, specs, how)
+        if not found.problems and not how.unwrap and any(f"'{word}.'" in what for word in TRAINING_WORDS):
+            return Sources(mismatched=[f"{what} in the tensors' names; --unwrap-names reads them as if it were not so"])
         if not found.problems:
             found.notes.append(f"{what} in the tensors' names: read as if it were not so")
             found.unwrapped.update((name, info.name) for name, info in unwrapped.items())

@@ -47,6 +47,7 @@ class LoadOptions:
     threads: int | None = None
     reader: str = "process"
     check_weights: bool = False
+    unwrap_names: bool = False
     revision: str | None = None
     sources: Sequence[Source] = ()  # further places that tensors come from
     remote_cache: str | None = None

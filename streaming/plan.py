@@ -132,17 +132,19 @@ def make_plan(
     direct: bool,
     read: ReadTensor,
     strict: bool = True,
+    unwrap: bool = False,
     item_nbytes: int = ITEM_NBYTES,
 ) -> LoadPlan:
     """Join the shell's parameters with the checkpoint's tensors.
 
     `tied`: embedding and head are one matrix, stored under either name. `direct`: the device can be read into (the
     CPU). `read` gives the bytes of the few small tensors without a home that may be dropped for what they hold.
-    `strict`: any other tensor without a home is a problem, not a warning. Raises CheckpointError with *all* problems.
+    `strict`: any other tensor without a home is a problem, not a warning. `unwrap`: names that
+    a training wrapper changed are read. Raises CheckpointError with *all* problems.
     """
     if checkpoint.format in _OWN_LAYOUT:
         weight_map = replace(weight_map, transposed=())
-    how = Matching(weight_map, tied, read, group_size=_group_size(checkpoint.config), strict=strict)
+    how = Matching(weight_map, tied, read, group_size=_group_size(checkpoint.config), strict=strict, unwrap=unwrap)
     sources = match_names(checkpoint.tensors, specs, how)
     if sources.problems:
         raise checkpoint_error(checkpoint, sources.problems, missing=not (sources.mismatched or sources.homeless))

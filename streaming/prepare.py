@@ -122,7 +122,7 @@ def _plan(
         names = own_names(names)
     return make_plan(
         checkpoint, specs, names, tied=tied, direct=direct, read=read_tensor,
-        strict=options.loader.weights_track,
+        strict=options.loader.weights_track, unwrap=options.unwrap_names,
     )  # fmt: skip
 
 

@@ -13,7 +13,8 @@ from streaming.checkpoint.tensors import TensorInfo
 
 Tensors = Mapping[str, TensorInfo]
 _Rename = Callable[[str], str]
-_WORDS = ("_orig_mod", "module", "language_model")
+TRAINING_WORDS = ("_orig_mod", "module")  # of torch.compile, and of data-parallel training
+_WORDS = (*TRAINING_WORDS, "language_model")
 _DEPTH = 3  # wrappers around wrappers
 _HEAD = "lm_head."
 

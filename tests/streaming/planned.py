@@ -52,6 +52,7 @@ def plan_of(
     direct: bool = True,
     read: Callable[[TensorInfo], bytes] = lambda info: b"\1" * info.nbytes,
     strict: bool = True,
+    unwrap: bool = False,
     item_nbytes: int = ITEM_NBYTES,
     **changes: Any,
 ) -> LoadPlan:
@@ -64,7 +65,7 @@ def plan_of(
     checkpoint = Checkpoint(FILE.parent, "safetensors", found, (FILE,), raw, {})
     return make_plan(
         checkpoint, specs, weight_map(config), tied=tied, direct=direct, read=read, strict=strict,
-        item_nbytes=item_nbytes,
+        unwrap=unwrap, item_nbytes=item_nbytes,
     )  # fmt: skip
 
 

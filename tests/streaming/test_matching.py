@@ -68,10 +68,23 @@ WRAPPINGS: dict[str, tuple[Callable[[str], str], str]] = {
 @pytest.mark.parametrize("case", WRAPPINGS)
 def test_what_a_wrapper_did_to_all_names_is_undone_and_told(case: str) -> None:
     wrap, words = WRAPPINGS[case]
-    plan = plan_of(LLAMA, renamed(tensors_of(LLAMA), wrap))
+    plan = plan_of(
+        LLAMA,
+        renamed(tensors_of(LLAMA), wrap),
+        unwrap=not case.startswith(("a vision", "doubled", "missing", "within")),
+    )
     assert offsets(plan) == offsets(plan_of(LLAMA))
     assert plan.warnings == (f"{words} in the tensors' names: read as if it were not so",)
     assert plan.unwrapped[Q0] == wrap(Q0)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
+def test_what_training_left_in_the_names_is_named_and_read_on_request(prefix: str) -> None:
+    wrapped = renamed(tensors_of(LLAMA), lambda name: prefix + name)
+    (problem,) = problems_of(wrapped)
+    assert all(f"'{word}.' stands" in problem for word in prefix.rstrip(".").split("."))
+    assert problem.endswith("in the tensors' names; --unwrap-names reads them as if it were not so")
+    assert offsets(plan_of(LLAMA, wrapped, unwrap=True)) == offsets(plan_of(LLAMA))
 
 
 def test_a_wrapper_is_not_undone_where_that_does_not_make_all_names_match() -> None:
