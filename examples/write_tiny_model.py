@@ -26,7 +26,38 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
 }
+NO_HEAD_DIM = ("phi3", "olmo2")  # it is hidden_size / heads
+_NORMS_ROUND = (  # before the attention, between it and the feed-forward part, behind that
+    ("input_layernorm",), ("post_attention_layernorm", "pre_feedforward_layernorm"), ("post_feedforward_layernorm",),
+)  # fmt: skip
+_NORMS_BEFORE = (("input_layernorm",), ("post_attention_layernorm",), ())
+_NORMS = {
+    "gemma2": _NORMS_ROUND,
+    "gemma3_text": _NORMS_ROUND,
+    "olmo2": ((), ("post_attention_layernorm",), ("post_feedforward_layernorm",)),
+}
+_OWN_KEYS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "phi3": {"original_max_position_embeddings": 512, "rope_scaling": None},
+    "gemma": {"hidden_activation": "gelu_pytorch_tanh"},
+    "gemma2": {
+        "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16, "sliding_window": 64,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {
+        "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16, "sliding_window": 64,
+        "sliding_window_pattern": 2, "rope_local_base_freq": 10000.0,
+    },
+    "granite": {
+        "embedding_multiplier": 12.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 4.0,
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,8 +83,10 @@ class TinyModel:
             raise ValueError(f"family {self.family!r} is not one of {', '.join(ARCHITECTURES)}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
-        if self.family == "phi3" and self.heads * self.head_dim != self.hidden_size:
-            raise ValueError(f"phi3: heads ({self.heads}) x head_dim ({self.head_dim}) must be {self.hidden_size}")
+        if self.family in NO_HEAD_DIM and self.heads * self.head_dim != self.hidden_size:
+            raise ValueError(
+                f"{self.family}: heads ({self.heads}) x head_dim ({self.head_dim}) must be {self.hidden_size}"
+            )
         tensors = len(list(tensor_shapes(self)))
         if not 1 <= self.files <= tensors:
             raise ValueError(f"files ({self.files}) must be between 1 and the number of tensors ({tensors})")
@@ -98,23 +131,22 @@ def config_of(model: TinyModel) -> dict[str, Any]:
         "eos_token_id": 2,
         "torch_dtype": model.dtype,
     }
-    if model.family in ("mistral", "phi3"):
-        config["sliding_window"] = None
     if model.family in ("qwen2", "qwen3"):
         config |= {"use_sliding_window": False, "sliding_window": None, "max_window_layers": model.layers}
-    if model.family == "phi3":
-        del config["head_dim"]  # phi3 has none: it is hidden_size / heads
-        config |= {"original_max_position_embeddings": 512, "pad_token_id": 0, "rope_scaling": None}
-    return config
+    if model.family in NO_HEAD_DIM:
+        del config["head_dim"]
+        config["pad_token_id"] = 0
+    return config | _OWN_KEYS.get(model.family, {})
 
 
 def tensor_shapes(model: TinyModel) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every tensor's name and shape, in the order in which the model uses them. Linear weights are [out, in]."""
     hidden, q, kv = model.hidden_size, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    before, between, behind = _NORMS.get(model.family, _NORMS_BEFORE)
     yield "model.embed_tokens.weight", (model.vocab_size, hidden)
     for number in range(model.layers):
         prefix = f"model.layers.{number}."
-        yield f"{prefix}input_layernorm.weight", (hidden,)
+        yield from ((f"{prefix}{norm}.weight", (hidden,)) for norm in before)
         if model.family == "phi3":
             yield f"{prefix}self_attn.qkv_proj.weight", (q + 2 * kv, hidden)
         else:
@@ -122,28 +154,31 @@ def tensor_shapes(model: TinyModel) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield f"{prefix}self_attn.{part}.weight", (rows, hidden)
                 if model.family == "qwen2":
                     yield f"{prefix}self_attn.{part}.bias", (rows,)
-        if model.family == "qwen3":
-            yield f"{prefix}self_attn.q_norm.weight", (model.head_dim,)
-            yield f"{prefix}self_attn.k_norm.weight", (model.head_dim,)
+        if model.family in ("qwen3", "gemma3_text", "olmo2"):
+            over_all = model.family == "olmo2"
+            yield f"{prefix}self_attn.q_norm.weight", (q if over_all else model.head_dim,)
+            yield f"{prefix}self_attn.k_norm.weight", (kv if over_all else model.head_dim,)
         yield f"{prefix}self_attn.o_proj.weight", (hidden, q)
-        yield f"{prefix}post_attention_layernorm.weight", (hidden,)
+        yield from ((f"{prefix}{norm}.weight", (hidden,)) for norm in between)
         if model.family == "phi3":
             yield f"{prefix}mlp.gate_up_proj.weight", (2 * model.intermediate_size, hidden)
         else:
             yield f"{prefix}mlp.gate_proj.weight", (model.intermediate_size, hidden)
             yield f"{prefix}mlp.up_proj.weight", (model.intermediate_size, hidden)
         yield f"{prefix}mlp.down_proj.weight", (hidden, model.intermediate_size)
+        yield from ((f"{prefix}{norm}.weight", (hidden,)) for norm in behind)
     yield "model.norm.weight", (hidden,)
     if not model.tied:
         yield "lm_head.weight", (model.vocab_size, hidden)
 
 
 def random_tensor(name: str, *, shape: tuple[int, ...], model: TinyModel) -> torch.Tensor:
-    """The tensor's numbers: norms around 1, biases around 0, the embedding N(0, 1), weights N(0, 1 / in_features)."""
+    """The tensor's numbers: norms around 1 (Gemma counts them from 1, so around 0), biases around 0, the embedding
+    N(0, 1), weights N(0, 1 / in_features)."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{model.seed} {name}".encode()))
     numbers = torch.randn(shape, generator=generator, dtype=torch.float32)
     if "norm" in name:
-        numbers = 1 + 0.1 * numbers
+        numbers = (0 if model.family.startswith("gemma") else 1) + 0.1 * numbers
     elif name.endswith(".bias"):
         numbers = 0.1 * numbers
     elif "embed_tokens" not in name:

@@ -9,9 +9,9 @@ from typing import Any
 from layers.config_fields import Fields, shown
 from layers.errors import ModelConfigError, UnsupportedModelError
 from layers.family import Family
+from layers.family_names import FAMILY_NAMES, MULTIMODAL_NAMES
 from layers.model_config import ModelConfig, RopeConfig, RopeKind
-from layers.models import FAMILIES
-from layers.multimodal import MULTIMODAL_MODELS, MultimodalModel, find_multimodal, multimodal_map, text_fields
+from layers.models import load_family
 from layers.weights import WeightMap
 
 __all__ = ["ModelConfig", "RopeConfig", "RopeKind", "family_of", "parse_config", "weight_map"]
@@ -26,23 +26,24 @@ def parse_config(raw: Mapping[str, Any], *, where: str = "config.json") -> Model
         raise ModelConfigError(f"{where} must hold a JSON object, not {shown(raw)}")
     fields = Fields(raw, where)
     _refuse_quantized(fields)
-    whole = find_multimodal(fields)
+    whole = _choose_multimodal(fields)
     if whole is None:
-        return _choose(fields).read_config(fields)
+        return load_family(_choose(fields)).read_config(fields)
     return _read_text_part(whole, fields)
 
 
-def _read_text_part(whole: MultimodalModel, fields: Fields) -> ModelConfig:
+def _read_text_part(model_type: str, fields: Fields) -> ModelConfig:
     """The text part of a multimodal model."""
-    inner, model_type = text_fields(whole, fields)
+    from layers.multimodal import multimodal_model, text_fields
+
+    inner, family = text_fields(multimodal_model(model_type), fields)
     _refuse_quantized(inner)
-    family = next(family for family in FAMILIES if family.model_type == model_type)
-    return replace(family.read_config(inner), multimodal=whole.model_type)
+    return replace(load_family(family).read_config(inner), multimodal=model_type)
 
 
 def family_of(config: ModelConfig) -> Family:
     """The family that read this configuration."""
-    return next(family for family in FAMILIES if family.model_type == config.model_type)
+    return load_family(config.model_type)
 
 
 def weight_map(config: ModelConfig) -> WeightMap:
@@ -50,29 +51,35 @@ def weight_map(config: ModelConfig) -> WeightMap:
     inner = family_of(config).weight_map(config)
     if not config.multimodal:
         return inner
-    return multimodal_map(next(whole for whole in MULTIMODAL_MODELS if whole.model_type == config.multimodal), inner)
+    from layers.multimodal import multimodal_map, multimodal_model
+
+    return multimodal_map(multimodal_model(config.multimodal), inner)
 
 
-def _choose(fields: Fields) -> Family:
-    """By `architectures` first, then by `model_type`."""
+def _choose_multimodal(fields: Fields) -> str | None:
+    """The multimodal model of these `architectures`, or of this `model_type` where there are none."""
     names = fields.texts("architectures") or ()
-    for family in FAMILIES:
-        if set(names) & set(family.architectures):
-            return family
+    for model_type, architectures in MULTIMODAL_NAMES.items():
+        if set(names) & set(architectures):
+            return model_type
     model_type = fields.text("model_type", default="")
-    for family in FAMILIES:
-        # A sequence classifier of a known type has another head: running it as a language model would be wrong.
-        if family.model_type == model_type and all(name.endswith(("ForCausalLM", "Model")) for name in names):
-            return family
+    return model_type if model_type in MULTIMODAL_NAMES and not names else None
+
+
+def _choose(fields: Fields) -> str:
+    """The family's model_type: by `architectures` first, then by `model_type`."""
+    names = fields.texts("architectures") or ()
+    for model_type, architectures in FAMILY_NAMES.items():
+        if set(names) & set(architectures):
+            return model_type
+    model_type = fields.text("model_type", default="")
+    # A sequence classifier of a known type has another head: running it as a language model would be wrong.
+    if model_type in FAMILY_NAMES and all(name.endswith(("ForCausalLM", "Model")) for name in names):
+        return model_type
     raise UnsupportedModelError(
         f"{fields.where}: architectures {list(names)}, model_type {model_type!r}: not supported; known architectures: "
-        + ", ".join(f"{architectures[0]} ({model_type})" for model_type, architectures in _known())
+        + ", ".join(f"{known[0]} ({kind})" for kind, known in (*FAMILY_NAMES.items(), *MULTIMODAL_NAMES.items()))
     )
-
-
-def _known() -> list[tuple[str, tuple[str, ...]]]:
-    families = [(family.model_type, family.architectures) for family in FAMILIES]
-    return families + [(whole.model_type, whole.architectures) for whole in MULTIMODAL_MODELS]
 
 
 def _refuse_quantized(fields: Fields) -> None:

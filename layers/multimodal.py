@@ -69,7 +69,6 @@ class MultimodalModel:
     """
 
     model_type: str
-    architectures: tuple[str, ...]
     parts: Mapping[str, TextPart]
     tied: bool = False
     prefixes: tuple[tuple[str, str], ...] = PREFIXES
@@ -81,37 +80,19 @@ LANGUAGE_MODELS = {
 }  # fmt: skip
 
 MULTIMODAL_MODELS = (
-    MultimodalModel(
-        "gemma3", ("Gemma3ForConditionalGeneration",), {"gemma3_text": TextPart("gemma3_text", GEMMA3)}, tied=True
-    ),
-    MultimodalModel("llava", ("LlavaForConditionalGeneration",), LANGUAGE_MODELS),
-    MultimodalModel("llava_next", ("LlavaNextForConditionalGeneration",), LANGUAGE_MODELS),
-    MultimodalModel(
-        "mistral3", ("Mistral3ForConditionalGeneration",), {"mistral": TextPart("mistral", MISTRAL)}, tied=True
-    ),
-    MultimodalModel(
-        "qwen2_vl", ("Qwen2VLForConditionalGeneration",), {"qwen2_vl_text": TextPart("qwen2", QWEN2_VL)}, unused=VISUAL
-    ),
-    MultimodalModel(
-        "qwen2_5_vl",
-        ("Qwen2_5_VLForConditionalGeneration",),
-        {"qwen2_5_vl_text": TextPart("qwen2", QWEN2_VL)},
-        unused=VISUAL,
-    ),
-    MultimodalModel(
-        "qwen3_vl", ("Qwen3VLForConditionalGeneration",), {"qwen3_vl_text": TextPart("qwen3", QWEN3_VL)}, unused=VISUAL
-    ),
+    MultimodalModel("gemma3", {"gemma3_text": TextPart("gemma3_text", GEMMA3)}, tied=True),
+    MultimodalModel("llava", LANGUAGE_MODELS),
+    MultimodalModel("llava_next", LANGUAGE_MODELS),
+    MultimodalModel("mistral3", {"mistral": TextPart("mistral", MISTRAL)}, tied=True),
+    MultimodalModel("qwen2_vl", {"qwen2_vl_text": TextPart("qwen2", QWEN2_VL)}, unused=VISUAL),
+    MultimodalModel("qwen2_5_vl", {"qwen2_5_vl_text": TextPart("qwen2", QWEN2_VL)}, unused=VISUAL),
+    MultimodalModel("qwen3_vl", {"qwen3_vl_text": TextPart("qwen3", QWEN3_VL)}, unused=VISUAL),
 )
 
 
-def find_multimodal(fields: Fields) -> MultimodalModel | None:
-    """The multimodal model of these `architectures`, or of this `model_type` where there are none."""
-    names = fields.texts("architectures") or ()
-    for whole in MULTIMODAL_MODELS:
-        if set(names) & set(whole.architectures):
-            return whole
-    model_type = fields.text("model_type", default="")
-    return next((whole for whole in MULTIMODAL_MODELS if whole.model_type == model_type and not names), None)
+def multimodal_model(model_type: str) -> MultimodalModel:
+    """The multimodal model of this model_type, which is one of MULTIMODAL_NAMES."""
+    return next(whole for whole in MULTIMODAL_MODELS if whole.model_type == model_type)
 
 
 def text_fields(whole: MultimodalModel, fields: Fields) -> tuple[Fields, str]:

@@ -54,11 +54,16 @@ def read_rope(
     plain = RopeConfig(kind, theta, _rotated(fields, head_dim, partial), max_position_embeddings, partial)
     if fields.raw.get("rope_freq_factors") is not None:
         plain = replace(plain, frequency_divisors=fields.numbers("rope_freq_factors", count=plain.dim // 2))
-    match kind:
+    return _scaled(plain, inner, original)
+
+
+def _scaled(plain: RopeConfig, inner: Fields, original: int) -> RopeConfig:
+    """The settings with what their kind adds to them."""
+    match plain.kind:
         case RopeKind.DEFAULT:
             return plain
         case RopeKind.LINEAR | RopeKind.DYNAMIC:
-            if kind is RopeKind.DYNAMIC and plain.dim == 2:
+            if plain.kind is RopeKind.DYNAMIC and plain.dim == 2:
                 raise ModelConfigError(f"{inner.where}: dynamic scaling needs more than 2 rotated dims of a head")
             return replace(plain, factor=inner.number("factor"))
         case RopeKind.LLAMA3:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from math import prod
 
 from layers.errors import WeightError
@@ -48,7 +49,7 @@ class ParamSpec:
     dtype: DType
     scheme: Scheme
 
-    @property
+    @cached_property
     def section_rows(self) -> tuple[int, ...]:
         """Rows of each section, in order."""
         return tuple(section.rows for section in self.sections)
@@ -59,7 +60,7 @@ class ParamSpec:
             return self.scheme.storage(self.section_rows, self.shape[1], wide=self.dtype)
         return {self.name.rpartition(".")[2]: StoredSpec(self.shape, self.dtype)}
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes kept for it."""
         return sum(spec.nbytes for spec in self.storage().values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class DType(Enum):
     BOOL = "BOOL"
     C64 = "C64"
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         """Bytes of one element."""
         return _ITEMSIZE[self]
@@ -40,7 +41,7 @@ class DType(Enum):
         """Whether this is a floating-point type that weights are computed in or stored in."""
         return self.value.startswith(("F", "BF"))
 
-    @property
+    @cached_property
     def is_wide(self) -> bool:
         """Whether a matmul can run in this type: float16, bfloat16, float32, float64."""
         return self in (DType.F64, DType.F32, DType.F16, DType.BF16)

@@ -30,11 +30,16 @@ class AsyncLLM:
     text: ModelText
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[str]:
-        """The answer to one prompt (text or token ids), piece by piece, the first as early as it can be."""
+        """The answer to one prompt (text or token ids), piece by piece, the first as early as it can be.
+
+        Raises StreamingError for a model without a tokenizer, whose answers have no text: see `pieces`, `complete`.
+        """
         async with aclosing(self.pieces([prompt], params)) as pieces:
             async for piece in pieces:
                 if piece.text:
                     yield piece.text
+                else:
+                    self.text.check()
 
     async def pieces(
         self, prompts: Sequence[Prompt], params: SamplingParams | None = None

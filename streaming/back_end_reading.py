@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from streaming.open_files import CHANGED, FileState, state_of
+from streaming.read_strategy import BATCH_NBYTES
 from streaming.reading_records import COUNT, RECORD, SHORT
-
-BATCH_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from math import prod
 
 from layers.weights import ParamKind, ParamSpec
 from quant.dtypes import DType
-from quant.packed import packed_nbytes
+from streaming.checkpoint.tensors import TensorInfo
 from streaming.errors import BudgetError
 from streaming.plan import LoadItem, LoadPlan
 from streaming.sizes import format_size
@@ -30,7 +30,7 @@ class Budget:
     cache_nbytes: int
     limit_nbytes: int | None = None
     packed_nbytes: int = 0
-    file_nbytes: int = 0  # the whole file that is held while it is cut up (the eager strategy)
+    file_nbytes: int = 0  # bytes of files that the reader holds: a whole one (eager), a back end's buffers
 
     @property
     def peak_nbytes(self) -> int:
@@ -62,7 +62,7 @@ def make_budget(
             f"({format_size(budget.kept_nbytes)} of weights, {format_size(budget.window_nbytes)} of window, "
             f"{format_size(budget.convert_nbytes)} for conversion, {format_size(cache_nbytes)} of KV cache"
             f"{f', {format_size(packed)} of packed copies' if packed else ''}"
-            f"{f', {format_size(file_nbytes)} for the largest file, read whole' if file_nbytes else ''}); "
+            f"{f', {format_size(file_nbytes)} of files that the reader holds' if file_nbytes else ''}); "
             "try --quantization, a smaller --window or a smaller --max-model-len"
             f"{', or leave out --kernels fast' if packed else ''}"
         )
@@ -75,8 +75,10 @@ def choose_window(plan: LoadPlan) -> int:
 
 
 def convert_nbytes(plan: LoadPlan) -> int:
-    """Wide copies that exist beside the window: one item in the slice stage, one in the quantize stage."""
-    return 2 * max((_wide_nbytes(item) for item in plan.items if _is_converted(item)), default=0)
+    """What exists beside the window: a wide item in the slice stage and one in the quantize stage, the copies of one
+    that is turned round as a whole, and a table whose rows are no runs of bytes, while the prompt's are picked."""
+    wide = 2 * max((_wide_nbytes(item) for item in plan.items if _is_converted(item)), default=0)
+    return wide + max((_turned_nbytes(item) for item in plan.items), default=0) + _picked_nbytes(plan.table)
 
 
 def _is_converted(item: LoadItem) -> bool:
@@ -85,6 +87,16 @@ def _is_converted(item: LoadItem) -> bool:
 
 def _wide_nbytes(item: LoadItem) -> int:
     return (item.rows[1] - item.rows[0]) * prod(item.param.shape[1:]) * DType.F32.itemsize
+
+
+def _turned_nbytes(item: LoadItem) -> int:
+    """Copies of a tensor that is read whole, of the other byte order or with rows in another order."""
+    info = item.tensor
+    return 0 if info.strides is None else item.nbytes * (bool(info.big_endian) + bool(info.rope_heads))
+
+
+def _picked_nbytes(table: TensorInfo) -> int:
+    return 0 if table.strides is None else table.nbytes + table.numel * table.dtype.itemsize
 
 
 def copies_nbytes(plan: LoadPlan) -> int:
@@ -96,4 +108,6 @@ def copies_nbytes(plan: LoadPlan) -> int:
 def _packed_nbytes(param: ParamSpec) -> int:
     if param.kind is not ParamKind.LINEAR:
         return 0
+    from quant.packed import packed_nbytes
+
     return packed_nbytes(param.scheme, param.section_rows, param.shape[1])

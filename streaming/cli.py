@@ -6,12 +6,13 @@ Exit status: 0 done; 2 a wrong option; 1 anything else, with one clear line on s
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
+import re
 import sys
-import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -34,6 +35,8 @@ COMMANDS = {
     "download": "fetch a model into the hub's cache, so that a load finds it there",
 }
 OWN_OPTIONS = ("download",)  # commands that load nothing
+_LONGEST_MESSAGE = 8000  # characters
+_UNPRINTABLE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]|\n(?!  )")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,6 +44,24 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+class _Formatter(argparse.HelpFormatter):
+    """As wide as the terminal. argparse makes one for every option, and would import shutil to know the width."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=_columns() - 2)
+
+
+def _columns() -> int:
+    """COLUMNS, else the terminal's, else 80."""
+    given = os.environ.get("COLUMNS", "")
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
+    try:
+        return os.get_terminal_size(1).columns or 80
+    except OSError:
+        return 80
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -66,6 +87,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _one_cause(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        from streaming.file_faults import descriptor_limit
+
+        return descriptor_limit()  # which file came last says nothing
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'input or output'}: {error.strerror}"
     return str(error) or type(error).__name__
@@ -73,8 +98,10 @@ def _one_cause(error: BaseException) -> str:
 
 def _fail(message: str, options: argparse.Namespace, *, status: int = 1) -> int:
     if options.debug:
+        import traceback
+
         traceback.print_exc()
-    sys.stderr.write(f"{f'firstlayer {options.command}'.rstrip()}: error: {message}\n")
+    sys.stderr.write(printable(f"{f'firstlayer {options.command}'.rstrip()}: error: {message}") + "\n")
     return status
 
 
@@ -102,7 +129,19 @@ def _set_up_logging() -> None:
 
 def warn(text: str) -> None:
     """A warning for the user."""
-    sys.stderr.write(f"warning: {text}\n")
+    sys.stderr.write(printable(f"warning: {text}") + "\n")
+
+
+def printable(text: str, *, longest: int | None = _LONGEST_MESSAGE) -> str:
+    """The text as a terminal may show it: a stranger's file chose some of its words, so control characters, lone
+    surrogates and line ends (but for those before indented lines) are spelled out, and what is very long is cut."""
+    shown = _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text[:longest])
+    return f"{shown}... ({len(text) - longest:,} more characters)" if longest and len(text) > longest else shown
+
+
+def write_lines(lines: Iterable[str]) -> None:
+    """Lines for people on stdout."""
+    sys.stdout.write("".join(f"{printable(line, longest=None)}\n" for line in lines))
 
 
 # --- options --------------------------------------------------------------------------------------------------------
@@ -110,11 +149,16 @@ def warn(text: str) -> None:
 
 def make_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     """Every command; the options of the `chosen` one only (None: of all), since each brings modules to import."""
-    parser = _Parser(prog="firstlayer", description="Streams a language model in and answers meanwhile.")
+    parser = _Parser(
+        prog="firstlayer", description="Streams a language model in and answers meanwhile.", formatter_class=_Formatter
+    )
     parser.add_argument("--version", action=_Version, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        description = f"{text[0].upper()}{text[1:]}."
+        command = commands.add_parser(
+            name, help=text, description=description, allow_abbrev=False, formatter_class=_Formatter
+        )
         if chosen not in (None, name):
             continue
         if name not in OWN_OPTIONS:
@@ -179,7 +223,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     add("--check-weights", action="store_true", help="non-finite or all-zero weights are an error, not a warning")
     add("--revision", metavar="REV", help="of a hub id")
     add(
-        "--source", action="append", type=parse_source, default=[], dest="sources", metavar="SOURCE",
+        "--source", action="append", default=[], dest="sources", metavar="SOURCE",
         help="more weights: PATH[@REV][=PREFIX[,PATTERN...]], PREFIX put before its names; may be given several times",
     )  # fmt: skip
     add("--remote-cache", metavar="DIR", help="keep the files of a remote model there, for the next load")
@@ -196,7 +240,8 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 def load_options(options: argparse.Namespace) -> LoadOptions:
     """What the command line says of loading. Raises OptionError."""
-    return LoadOptions(**{name: getattr(options, name) for name in LoadOptions.__dataclass_fields__})
+    given = {name: getattr(options, name) for name in LoadOptions.__dataclass_fields__}
+    return LoadOptions(**given | {"sources": tuple(parse_source(text) for text in options.sources)})
 
 
 def parse_ids(text: str) -> list[int]:

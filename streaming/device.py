@@ -104,11 +104,12 @@ class CpuDevice:
         self._window = None if window is None else torch.frombuffer(window, dtype=torch.uint8)
         self._final = final
         self.stored = _views_of_final(plan, reader.read_plan, final)
-        self._maps = KeptMaps(plan, reader.read_plan) if reader.read_plan.mapped else None
+        in_place = {*self.stored, *(param for param, _ in reader.read_plan.mapped)}
+        rest = [param for param in _params(plan) if param.name not in in_place]
+        self.stored.update(arena_tensors({param.name: param.storage() for param in rest}))
+        self._maps = KeptMaps(plan, reader.read_plan) if reader.read_plan.mapped else None  # last: it opens files
         if self._maps is not None:
             _add_views_of_files(self.stored, plan, reader.read_plan, self._maps.maps)
-        rest = [param for param in _params(plan) if param.name not in self.stored]
-        self.stored.update(arena_tensors({param.name: param.storage() for param in rest}))
 
     def staged(self, item: LoadItem) -> torch.Tensor:
         return _staged(self._window, self._reader_plan, item)

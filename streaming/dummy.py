@@ -35,7 +35,7 @@ _PROGRAM = "import sys; sys.path.append(sys.argv[1]); from streaming.dummy_readi
 _RANDOM, _ONES = "random", "ones"
 _OF_FILES = (
     "safetensors_load_strategy", "safetensors_prefetch_num_threads", "safetensors_prefetch_block_size",
-    "model_loader_extra_config",
+    "model_loader_extra_config", "unwrap_names",
 )  # fmt: skip
 
 
@@ -66,7 +66,8 @@ def check_dummy_options(options: LoadOptions) -> None:
     """Refuse what says how files are read: there are none."""
     for name in _OF_FILES:
         if value := getattr(options, name):
-            raise OptionError(f"--{name.replace('_', '-')} {value}: format dummy reads no files")
+            given = "" if value is True else f" {value}"
+            raise OptionError(f"--{name.replace('_', '-')}{given}: format dummy reads no files")
 
 
 def _shapes(specs: Sequence[LayerSpec], names: WeightMap) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -6,32 +6,20 @@ on standard output.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import threading
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from streaming.dummy_pattern import fill_shared_patterns
-from streaming.reading import COUNT, PieceReader
+from streaming.reading import Carrier, PieceReader, Works, serve
 
 
 def main() -> None:
-    """Carry out one job from standard input; its end means: stop."""
-    job = json.loads(sys.stdin.buffer.readline())
+    """Carry out one job from standard input: make numbers up."""
+    serve(_carrier_of)
+
+
+def _carrier_of(job: Mapping[str, Any], report: Callable[[bytes], None]) -> tuple[Carrier, Works]:
     pieces = [tuple(piece) for piece in job["pieces"]]
-    lock = threading.Lock()
-
-    def report(record: bytes) -> None:
-        with lock:
-            try:
-                os.write(1, record)
-            except OSError:  # nobody listens any more
-                os._exit(0)
-
     fill = fill_shared_patterns(job["patterns"], job["regions"])
     reader = PieceReader(pieces, range(len(job["patterns"])), fill, report)
-    for _ in range(job["threads"]):
-        threading.Thread(target=reader.run, daemon=True).start()
-    while len(count := sys.stdin.buffer.read(COUNT.size)) == COUNT.size:
-        reader.release(COUNT.unpack(count)[0])
-    os._exit(0)
+    return reader, [reader.run] * job["threads"]

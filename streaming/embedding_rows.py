@@ -16,16 +16,18 @@ from streaming.checkpoint.tensors import TensorInfo
 from streaming.dummy_pattern import pattern_block, read_pattern
 from streaming.errors import CheckpointError, LayerLoadError
 from streaming.file_ranges import open_ranges
+from streaming.open_files import FileState
 
 
 class EmbeddingRows:
     """Rows of one embedding table, by token id, in the model's dtype on the CPU."""
 
-    def __init__(self, table: TensorInfo, *, dtype: DType) -> None:
+    def __init__(self, table: TensorInfo, *, dtype: DType, state: FileState | None = None) -> None:
+        """`state`: of its file, when the load was planned."""
         self._table, self._dtype = table, dtype
         self._pattern = pattern_block(table.file.name) if table.generated else None
         try:
-            self._ranges = None if table.generated else open_ranges(table.file)
+            self._ranges = None if table.generated else open_ranges(table.file, state=state)
         except CheckpointError as error:
             raise LayerLoadError("embed", "read", table.name, error) from error
         self._rows: dict[int, torch.Tensor] = {}

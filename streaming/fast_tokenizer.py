@@ -21,7 +21,8 @@ def load_tokenizer(path: Path, *, settings: TokenizerSettings) -> FastTokenizer:
     """The tokenizer of a tokenizer.json file. Raises CheckpointFormatError when the file is none."""
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises plain Exception
+    except BaseException as error:
+        _pass_others_on(error)
         raise CheckpointFormatError(
             f"{path}: tokenizers {tokenizers.__version__} cannot read it: {_one_line(error)}; "
             "fetch the file again, or install a newer tokenizers"
@@ -31,7 +32,7 @@ def load_tokenizer(path: Path, *, settings: TokenizerSettings) -> FastTokenizer:
     for _, spec in sorted(settings.added_tokens.items()):
         if backend.token_to_id(spec.content) is None:
             _add(backend, [spec])
-    return FastTokenizer(backend, settings)
+    return FastTokenizer(backend, settings, source=str(path))
 
 
 def build_tokenizer(recipe: TokenizerRecipe) -> FastTokenizer:
@@ -56,17 +57,19 @@ def build_tokenizer(recipe: TokenizerRecipe) -> FastTokenizer:
             byte_fallback=recipe.byte_fallback,
             ignore_merges=recipe.ignore_merges,
         )
-    except Exception as error:  # the package raises plain Exception
+    except BaseException as error:
+        _pass_others_on(error)
         raise CheckpointFormatError(f"{recipe.source}: the tokenizer cannot be built: {_one_line(error)}") from error
     _add(backend, recipe.added_tokens)
-    return FastTokenizer(backend, recipe.settings)
+    return FastTokenizer(backend, recipe.settings, source=recipe.source)
 
 
 class FastTokenizer:
     """A `tokenizers.Tokenizer` with the settings that its model's other files give."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
-        self._backend = backend
+    def __init__(self, backend: tokenizers.Tokenizer, settings: TokenizerSettings, *, source: str) -> None:
+        """`source`: the file that it was made from, for messages."""
+        self._backend, self._source = backend, source
         self._settings = settings
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.bos_id = self._named_id("bos_token")
@@ -99,17 +102,25 @@ class FastTokenizer:
         return decoding_from_json(None if decoder is None else json.loads(decoder.__getstate__()))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`. Raises StreamingError for text that is not Unicode (lone surrogates)."""
+        """Token ids of `text`. Raises StreamingError for text that is not Unicode (lone surrogates), and
+        CheckpointFormatError where the tokenizer contradicts itself, which shows only here."""
         own_ends = self._settings.add_bos is None and self._settings.add_eos is None
         try:
             ids = self._backend.encode(text, add_special_tokens=add_special_tokens and own_ends).ids
         except TypeError as error:
             raise StreamingError("the text holds bytes that are not UTF-8; give it as valid UTF-8") from error
+        except BaseException as error:
+            _pass_others_on(error)
+            raise CheckpointFormatError(f"{self._source}: cannot encode a text: {_one_line(error)}") from error
         return self._with_ends(ids) if add_special_tokens and not own_ends else ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of `ids`; ids that are not in the vocabulary have none."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        try:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            _pass_others_on(error)
+            raise CheckpointFormatError(f"{self._source}: cannot decode token ids: {_one_line(error)}") from error
 
     def piece(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it."""
@@ -147,6 +158,12 @@ def _add(backend: tokenizers.Tokenizer, specs: Sequence[AddedTokenSpec]) -> None
             for spec in specs
         ]
     )
+
+
+def _pass_others_on(error: BaseException) -> None:
+    """Raise what is not the package's own: it raises plain Exception, and its panics are no Exception at all."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
 
 
 def _one_line(error: BaseException) -> str:

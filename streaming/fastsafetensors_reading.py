@@ -11,9 +11,10 @@ import os
 from collections.abc import Iterator, Sequence
 
 from streaming.back_end_reading import Fetch, Wanted, main
+from streaming.read_strategy import BUFFERS_NBYTES
 
-_BUFFER_KB = 16 << 10
 _THREADS = 4
+_BUFFER_KB = BUFFERS_NBYTES // _THREADS >> 10
 
 
 def open_fetch(regions: Sequence[memoryview]) -> Fetch:

@@ -14,6 +14,11 @@ def system_fault(file: object, code: int | None) -> str:
     return f"{file}: {os.strerror(code) if code else 'cannot be read'}"
 
 
+def changed_fault(file: object) -> str:
+    """A line that names a file which is not what it was when the load was planned."""
+    return f"{file} was changed, or replaced, during the load (its size or time is another)"
+
+
 def descriptor_limit() -> str:
     """How many files may be open, and how to raise that."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

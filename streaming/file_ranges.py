@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from streaming.checkpoint.remote_file import RemoteFile, WeightFile
 from streaming.errors import CheckpointError
+from streaming.file_faults import changed_fault, system_fault
+from streaming.open_files import FileState, state_of
+from streaming.reading import SHORT, read_fully
 
 if TYPE_CHECKING:
     from streaming.remote.ranges import RangeFetcher
@@ -37,34 +40,37 @@ class FileRanges(Protocol):
         ...
 
 
-def open_ranges(file: WeightFile) -> FileRanges:
-    """Open the file. Raises CheckpointError naming it."""
-    return RemoteRanges(file) if isinstance(file, RemoteFile) else LocalRanges(file)
+def open_ranges(file: WeightFile, *, state: FileState | None = None) -> FileRanges:
+    """Open the file, which is to be in this state, if one is given (local files). Raises CheckpointError naming it."""
+    return RemoteRanges(file) if isinstance(file, RemoteFile) else LocalRanges(file, state=state)
 
 
 class LocalRanges:
     """A local file's ranges."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, state: FileState | None = None) -> None:
+        self._path, self._state = path, state
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}") from error
+            raise CheckpointError(system_fault(path, error.errno)) from error
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytearray]:
         """All are asked for before the first is awaited: behind a busy reader each wait is long."""
         for offset, nbytes in ranges:
             os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
-        return [self._read(offset, nbytes) for offset, nbytes in ranges]
+        found = [self._read(offset, nbytes) for offset, nbytes in ranges]
+        if self._state is not None and state_of(os.fstat(self._descriptor)) != self._state:
+            raise CheckpointError(changed_fault(self._path))
+        return found
 
     def _read(self, offset: int, nbytes: int) -> bytearray:
         data = bytearray(nbytes)
         try:
-            got = os.preadv(self._descriptor, [data], offset)
+            code = read_fully(self._descriptor, memoryview(data), offset)
         except OSError as error:
-            raise CheckpointError(f"{self._path}: {error.strerror}") from error
-        if got != nbytes:
+            raise CheckpointError(system_fault(self._path, error.errno)) from error
+        if code == SHORT:
             raise CheckpointError(f"{self._path}: ended before its byte {offset + nbytes:,}")
         return data
 

@@ -68,6 +68,7 @@ def defaults_from_configs(
 
 
 _POSITIVE = math.ulp(0.0)  # the least number above 0
+_LARGEST = 1e30  # that is taken; JSON's whole numbers can be larger than any float
 
 
 def _from_gguf(metadata: Mapping[str, Any], source: str) -> GenerationDefaults:
@@ -91,21 +92,21 @@ def _ids(entries: Mapping[str, Any], key: str, path: str) -> set[int]:
     values = value if isinstance(value, list) else [value]
     for entry in values:
         if entry is not None and (isinstance(entry, bool) or not isinstance(entry, int) or entry < -1):
-            raise CheckpointFormatError(f"{path}: {key} is {value!r}; a token id or a list of them was expected")
+            raise CheckpointFormatError(f"{path}: {key} is {value!r:.60}; a token id or a list of them was expected")
     return {entry for entry in values if entry is not None and entry >= 0}
 
 
 def _flag(entries: Mapping[str, Any], key: str, path: str) -> bool | None:
     value = entries.get(key)
     if value is not None and not isinstance(value, bool):
-        raise CheckpointFormatError(f"{path}: {key} is {value!r}; true or false was expected")
+        raise CheckpointFormatError(f"{path}: {key} is {value!r:.60}; true or false was expected")
     return value
 
 
 def _whole(entries: Mapping[str, Any], key: str, path: str) -> int | None:
     value = entries.get(key)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise CheckpointFormatError(f"{path}: {key} is {value!r}; a whole number, 0 or more, was expected")
+        raise CheckpointFormatError(f"{path}: {key} is {value!r:.60}; a whole number, 0 or more, was expected")
     return value
 
 
@@ -113,8 +114,8 @@ def _number(entries: Mapping[str, Any], key: str, path: str, *, least: float, mo
     value = entries.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most or value == math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= min(most, _LARGEST):
         above = "above 0" if least == _POSITIVE else f"of {least:g} or more"
         limit = f"from {least:g} to {most:g}" if most < math.inf else above
-        raise CheckpointFormatError(f"{path}: {key} is {value!r}; a number {limit} was expected")
+        raise CheckpointFormatError(f"{path}: {key} is {value!r:.60}; a number {limit} was expected")
     return float(value)

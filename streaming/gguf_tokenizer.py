@@ -62,7 +62,7 @@ def gguf_recipe(metadata: Mapping[str, Any], *, source: str) -> TokenizerRecipe:
         return _byte_level(metadata, source)
     if model == "llama":
         return _sentencepiece(metadata, source)
-    found = "has no tokenizer" if model in (None, "none", "no_vocab") else f"has a tokenizer of the kind {model!r}"
+    found = "has no tokenizer" if model in (None, "none", "no_vocab") else f"has a tokenizer of the kind {model!r:.60}"
     raise CheckpointError(f'{source}: {found}; known are "gpt2" and "llama"; give token ids (--ids 1,2,3) instead')
 
 
@@ -97,7 +97,7 @@ def _sentencepiece(metadata: Mapping[str, Any], source: str) -> TokenizerRecipe:
     return TokenizerRecipe(
         source=source,
         vocab=vocab,
-        merges=_merges_by_rank(vocab, _ranks(metadata, tokens, architecture, source)),
+        merges=_merges_by_rank(vocab, _ranks(metadata, tokens, architecture, source), source),
         normalizer=_prefix_normalizer() if prefix and architecture == "phi3" else None,
         pre_tokenizer=None if prefix and architecture == "phi3" else _metaspace("first" if prefix else "never"),
         decoder=_sentencepiece_decoder(strip=prefix),
@@ -109,13 +109,16 @@ def _sentencepiece(metadata: Mapping[str, Any], source: str) -> TokenizerRecipe:
     )
 
 
+LONGEST_PIECE = 512  # characters; cutting longer ones up takes far more memory and time than the file has bytes
+_SIZES = f"real vocabularies have pieces of at most {LONGEST_PIECE} characters and some two merges for each token"
+
 # Ids of a SentencePiece vocabulary where the file does not name them.
 _SENTENCEPIECE_IDS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}
 
 
 def _tokens(metadata: Mapping[str, Any], source: str) -> list[str]:
     tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, Sequence) or isinstance(tokens, str) or not tokens or not isinstance(tokens[0], str):
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str) or set(map(type, tokens)) != {str}:
         raise CheckpointFormatError(f"{source}: tokenizer.ggml.tokens is missing or is no list of texts")
     if "" not in tokens and _is_unicode("".join(tokens)):
         return list(tokens)
@@ -140,7 +143,7 @@ def _pretokenizer(metadata: Mapping[str, Any], source: str) -> Pretokenizer:
     what = (
         "names no pre-tokenizer (tokenizer.ggml.pre)"
         if name is None
-        else f"names the pre-tokenizer {name!r}, which is not known"
+        else f"names the pre-tokenizer {name!r:.60}, which is not known"
     )
     _log.warning(
         "%s: %s; the default is used, and some texts may be cut into other tokens than in training", source, what
@@ -160,7 +163,7 @@ def _merges(metadata: Mapping[str, Any], source: str) -> list[tuple[str, str]]:
     except (ValueError, AttributeError):
         wrong = next(line for line in lines if not isinstance(line, str) or line.count(" ") != 1)
         raise CheckpointFormatError(
-            f"{source}: tokenizer.ggml.merges holds {wrong!r}; two pieces with a space between were expected"
+            f"{source}: tokenizer.ggml.merges holds {wrong!r:.60}; two pieces with a space between were expected"
         ) from None
 
 
@@ -168,23 +171,33 @@ def _ranks(metadata: Mapping[str, Any], tokens: list[str], architecture: str, so
     """A score per token, the best the highest. Gemma's leave out its runs of spaces: their order counts."""
     if architecture.startswith("gemma"):
         return range(0, -len(tokens), -1)
-    scores = _numbers(metadata, "tokenizer.ggml.scores")
+    scores = _numbers(metadata, "tokenizer.ggml.scores", source)
     if scores is None or len(scores) != len(tokens):
         found = 0 if scores is None else len(scores)
         raise CheckpointFormatError(f"{source}: tokenizer.ggml.scores has {found} entries for {len(tokens)} tokens")
     return scores
 
 
-def _merges_by_rank(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+def _merges_by_rank(vocab: Mapping[str, int], scores: Sequence[float], source: str) -> list[tuple[str, str]]:
     """Every way to put a piece together from two others, the best scored piece first, the longer left part first."""
-    found = []
+    found: list[tuple[float, int, int, str, str]] = []
     for piece, index in vocab.items():
+        if len(piece) > LONGEST_PIECE:
+            raise CheckpointFormatError(f"{source}: token {index} has {len(piece):,} characters; {_SIZES}")
+        check_merges(len(found), tokens=len(vocab), source=source)
         for cut in range(len(piece) - 1, 0, -1):
             left, right = piece[:cut], piece[cut:]
             if left in vocab and right in vocab:
                 found.append((-scores[index], -cut, cut - len(piece), left, right))
     found.sort(key=lambda entry: entry[:3])
     return [(left, right) for *_, left, right in found]
+
+
+def check_merges(count: int, *, tokens: int, source: str) -> None:
+    """Raise CheckpointFormatError when a vocabulary is made to have far more merges than tokens: real ones have some
+    two for each."""
+    if count > 16 * tokens + (1 << 16):
+        raise CheckpointFormatError(f"{source}: its {tokens:,} tokens can be put together in too many ways; {_SIZES}")
 
 
 def _metaspace(prepend: str) -> dict[str, Any]:
@@ -210,7 +223,7 @@ def _sentencepiece_decoder(*, strip: bool) -> dict[str, Any]:
 
 def _added_tokens(metadata: Mapping[str, Any], tokens: list[str], source: str) -> tuple[AddedTokenSpec, ...]:
     """Tokens that are matched whole: control tokens (special) and user-defined ones (part of the text)."""
-    types = _numbers(metadata, "tokenizer.ggml.token_type")
+    types = _numbers(metadata, "tokenizer.ggml.token_type", source)
     if types is None:
         return ()
     if len(types) != len(tokens):
@@ -227,10 +240,15 @@ def _added_tokens(metadata: Mapping[str, Any], tokens: list[str], source: str) -
 _MATCHED_WHOLE = frozenset({TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED})
 
 
-def _numbers(metadata: Mapping[str, Any], key: str) -> list[Any] | None:
+def _numbers(metadata: Mapping[str, Any], key: str, source: str) -> list[Any] | None:
     """An array of the metadata as a list: the parser may hand over a list or an array type with `tolist`."""
     values = metadata.get(key)
-    return None if values is None else values.tolist() if hasattr(values, "tolist") else list(values)
+    if values is None:
+        return None
+    found = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(found, Sequence) or isinstance(found, str) or not set(map(type, found)) <= {int, float}:
+        raise CheckpointFormatError(f"{source}: {key} is no list of numbers")
+    return list(found)
 
 
 def _settings(
@@ -271,7 +289,7 @@ def token_id(metadata: Mapping[str, Any], key: str, *, source: str) -> int | Non
     if value in (None, -1, _NO_TOKEN):
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise CheckpointFormatError(f"{source}: {key} is {value!r}; a token id was expected")
+        raise CheckpointFormatError(f"{source}: {key} is {value!r:.60}; a token id was expected")
     return value
 
 

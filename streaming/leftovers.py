@@ -41,13 +41,18 @@ def leftover_reason(
     if _QUERY.search(info.name):
         return QUERY_SCALE
     module, _, leaf = param.rpartition(".")
-    if f"{module}.weight" not in params or len(info.shape) != 1 or info.nbytes > _SMALL_NBYTES:
+    if f"{module}.weight" not in params or len(info.shape) != 1 or _largest(info) > _SMALL_NBYTES:
         return None
-    if leaf == "bias" and info.encoding is None and holds_only_zeros(info, read(info)):
+    if leaf == "bias" and info.encoding is None and holds_only_zeros(info, _own_bytes(info, read)):
         return "a bias of zeros for a layer without one"
     if leaf == "g_idx" and (numbers := _whole_numbers(info, read)) is not None and _is_usual(numbers, group_size):
         return "the order of groups, which is the usual one (i // group_size)"
     return None
+
+
+def _largest(info: TensorInfo) -> int:
+    """Bytes of its span in the file, or of its numbers where they are more (a few that are repeated)."""
+    return max(info.nbytes, info.numel * info.dtype.itemsize)
 
 
 def holds_only_zeros(info: TensorInfo, data: bytes) -> bool:
@@ -59,10 +64,19 @@ def holds_only_zeros(info: TensorInfo, data: bytes) -> bool:
     return not any(map(any, others)) and not signs.strip(b"\x00\x80" if info.dtype.is_float else b"\x00")
 
 
-def _whole_numbers(info: TensorInfo, read: ReadTensor) -> list[int] | None:
-    if info.dtype not in (DType.I32, DType.I64) or not (info.is_plain or info.big_endian):
-        return None
+def _own_bytes(info: TensorInfo, read: ReadTensor) -> bytes:
+    """The bytes of a vector's numbers one behind the other, without what lies between them where it is a view."""
     data, size = read(info), info.dtype.itemsize
+    if info.strides is None:
+        return data
+    steps = (index * info.strides[0] * size for index in range(info.shape[0]))
+    return b"".join(data[at : at + size] for at in steps)
+
+
+def _whole_numbers(info: TensorInfo, read: ReadTensor) -> list[int] | None:
+    if info.dtype not in (DType.I32, DType.I64) or info.encoding is not None:
+        return None
+    data, size = _own_bytes(info, read), info.dtype.itemsize
     order: Literal["big", "little"] = "big" if info.big_endian else "little"
     return [int.from_bytes(data[at : at + size], order, signed=True) for at in range(0, len(data), size)]
 

@@ -193,10 +193,15 @@ class LLM:
         return self._text.tokenizer
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
-        """The answer to one prompt (text or token ids), piece by piece, the first as early as it can be."""
+        """The answer to one prompt (text or token ids), piece by piece, the first as early as it can be.
+
+        Raises StreamingError for a model without a tokenizer, whose answers have no text: see `pieces`, `complete`.
+        """
         for piece in self.pieces([prompt], params):
             if piece.text:
                 yield piece.text
+            else:
+                self._text.check()
 
     def pieces(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> Iterator[Piece]:
         """The answers to several prompts, which share each layer's arrival: pieces in the order in which they come."""

@@ -20,7 +20,7 @@ class LoaderOptions:
 
     multithreaded: bool = False
     threads: int = READ_THREADS
-    weights_track: bool = True  # False: parameters or tensors left over are a warning, not an error
+    weights_track: bool = True  # False: tensors left over are a warning; a parameter that nothing fills stays an error
 
 
 def parse_loader_options(given: object) -> LoaderOptions:

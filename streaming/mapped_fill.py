@@ -65,7 +65,12 @@ def _mapped(descriptor: int, offset: int, nbytes: int) -> Iterator[memoryview | 
     if os.fstat(descriptor).st_size < offset + nbytes:
         yield None
         return
-    with mmap.mmap(descriptor, offset + nbytes - begin, prot=mmap.PROT_READ, offset=begin) as found:
+    try:
+        found = mmap.mmap(descriptor, offset + nbytes - begin, prot=mmap.PROT_READ, offset=begin)
+    except ValueError:  # it has shrunk since
+        yield None
+        return
+    with found:
         whole = memoryview(found)
         run = whole[offset - begin :]
         try:

@@ -6,16 +6,18 @@ has a source. Nothing is read but the few small tensors that may be dropped for 
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from layers.name_lookup import NameLookup
 from layers.weights import Dropped, LayerSpec, ParamSpec, Target, WeightMap
 from quant.dtypes import DType
 from streaming.checkpoint.tensors import TensorInfo
-from streaming.leftovers import ReadTensor, leftover_reason
-from streaming.wrappers import TRAINING_WORDS, unwrappings
+
+if TYPE_CHECKING:
+    from streaming.leftovers import ReadTensor
 
 _TIED = ("model.embed_tokens.weight", "lm_head.weight")
 _NAMED = 3  # tensors that a warning names one by one
@@ -70,6 +72,8 @@ def match_names(tensors: Mapping[str, TensorInfo], specs: Sequence[LayerSpec], h
     plain = _match(tensors, specs, how)
     if not plain.problems:
         return plain
+    from streaming.wrappers import TRAINING_WORDS, unwrappings
+
     for what, unwrapped in unwrappings(tensors):
         found = _match(unwrapped, specs, how)
         if not found.problems and not how.unwrap and any(f"'{word}.'" in what for word in TRAINING_WORDS):
@@ -96,8 +100,9 @@ def _match(tensors: Mapping[str, TensorInfo], specs: Sequence[LayerSpec], how: M
     params = {param.name: param for spec in specs for param in spec.params}
     found = Sources()
     shared: list[TensorInfo] = []
+    lookup = NameLookup(how.weight_map)
     for name, info in tensors.items():
-        target = how.weight_map.locate(name)
+        target = lookup.locate(name)
         if isinstance(target, Dropped):
             found.dropped[info.name] = target.reason
         elif target.param in params:
@@ -165,6 +170,8 @@ def _part(param: ParamSpec, section: int) -> str:
 def _place_homeless(
     found: Sources, info: TensorInfo, target: Target, params: Mapping[str, ParamSpec], how: Matching
 ) -> None:
+    from streaming.leftovers import leftover_reason
+
     reason = leftover_reason(info, target.param, params, read=how.read, group_size=how.group_size)
     if reason is not None:
         found.dropped[info.name] = reason
@@ -182,6 +189,8 @@ def _place_homeless(
 
 def _hints(name: str, params: Mapping[str, ParamSpec]) -> str:
     """The nearest names that there are in its layer or in none, and what the module that it would belong to has."""
+    import difflib
+
     module = name.rpartition(".")[0]
     layer = _NUMBER.search(name)
     alike = [p for p in params if (number := _NUMBER.search(p)) is None or number[0] == (layer[0] if layer else ".0.")]
@@ -211,6 +220,8 @@ def _share_tied(found: Sources, shared: Sequence[TensorInfo], params: Mapping[st
 
 def _find_missing(found: Sources, param: ParamSpec, weight_map: WeightMap) -> None:
     parts = found.parts.get(param.name, {})
+    if len(parts) == len(param.sections):
+        return
     for index, section in enumerate(param.sections):
         if index in parts:
             continue
@@ -235,6 +246,8 @@ def checkpoint_name(param: ParamSpec, section: int, weight_map: WeightMap) -> st
 
 def holds_both_tied(tensors: Mapping[str, TensorInfo], weight_map: WeightMap) -> bool:
     """Whether embedding and head are there each by itself, whatever stands before their names."""
-    targets = (weight_map.locate(name) for name in tensors if name.endswith(".weight"))
+    lookup = NameLookup(weight_map)
+    targets = (lookup.locate(name) for name in tensors if name.endswith(".weight"))
     names = [f".{target.param}" for target in targets if isinstance(target, Target)]
-    return all(any(name.endswith(f".{tied.removeprefix('model.')}") for name in names) for tied in _TIED)
+    ends = [f".{tied.removeprefix('model.')}" for tied in _TIED]
+    return all(any(name.endswith(end) for name in names) for end in ends)

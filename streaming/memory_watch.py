@@ -19,6 +19,7 @@ class MemoryWatch:
         self._shared, self._pids, self._interval_s = shared, pids, interval_s
         self._done = threading.Event()
         self.peak_nbytes = 0
+        self.sample()  # a small model may be loaded before the thread's first look
         self._thread = threading.Thread(target=self._run, name="firstlayer-memory", daemon=True)
         self._thread.start()
 

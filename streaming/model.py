@@ -18,7 +18,6 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
-import torch
 
 from layers.decoder import DecoderModel, build_shell
 from layers.kv_cache import KVCache, kv_cache_nbytes
@@ -37,12 +36,14 @@ from streaming.pipeline import Pipeline
 from streaming.prepare import Prepared
 from streaming.reader import Reader
 from streaming.residency import LayerState, Residency
+from streaming.retie import compare_tied
 from streaming.runner import ModelRunner, choose_threads
 from streaming.sizes import format_size
 from streaming.stages import is_quantized
 from streaming.stats import Summary
 from streaming.tokenizer import Tokenizer
 from streaming.trace import Tracer, lane_seconds
+from streaming.weight_checks import WeightChecks
 
 logger = logging.getLogger(__name__)
 
@@ -297,7 +298,7 @@ async def run_model(
     pipeline = Pipeline(
         prepared.plan, reader, device, streamed.residency, tracer,
         threads=streamed.runner.threads.loading, check_weights=prepared.options.check_weights,
-        hooks=told, workers=streamed.workers,
+        hooks=told, checks=WeightChecks(norm=prepared.config.norm), workers=streamed.workers,
     )  # fmt: skip
     failure: BaseException | None = None
     try:
@@ -334,7 +335,8 @@ def _assemble(
     options = prepared.options
     panels = PanelPool()
     kernels = Kernels.detect(mode=KernelMode(options.kernels), run=panels)
-    rows = EmbeddingRows(prepared.plan.table, dtype=prepared.dtype)
+    table = prepared.plan.table
+    rows = EmbeddingRows(table, dtype=prepared.dtype, state=prepared.read_plan.state_of(table.file))
     threads = choose_threads(options.threads)
     runner = ModelRunner(shell, device, residency, rows, kernels, tracer, threads, panels, hooks.layer_outputs)
     pid = reader.pid
@@ -354,31 +356,14 @@ async def _load(pipeline: Pipeline, streamed: StreamedModel, device: Device) -> 
     try:
         await pipeline.run()
         if streamed.prepared.retie:
-            await anyio.to_thread.run_sync(_compare_tied, streamed, device, pipeline.hooks.warn)
+            await anyio.to_thread.run_sync(compare_tied, streamed, device, pipeline.hooks.warn)
         streamed.clock.once("load_end_s")
         streamed.tracer.mark("first layer ready", at_s=streamed.residency.first_ready_s)
         streamed.tracer.mark("load done", at_s=streamed.clock.load_end_s)
         streamed.residency.finish()
     except Exception as error:
         streamed.load_error = error
-
-
-def _compare_tied(streamed: StreamedModel, device: Device, warn: Callable[[str], None]) -> None:
-    """The config ties embedding and head, but both are on disk: equal ones become one again, different ones both stay.
-
-    A step that is running may still read the head's own copy, so its memory is given back between two steps.
-    """
-    table, head = device.stored["model.embed_tokens.weight"]["weight"], device.stored["lm_head.weight"]
-    if set(head) != {"weight"}:
-        return
-    with device.working():
-        pairs = zip(table.split(8192), head["weight"].split(8192), strict=True)
-        equal = all(torch.equal(one, other) for one, other in pairs)
-    if equal:
-        streamed.runner.model.assign("lm_head.weight", table)
-        streamed.submit_call(lambda runner, stop: device.discard("lm_head.weight"))
-        return
-    warn("the config ties embedding and head, but lm_head.weight on disk differs from it: the one on disk is used")
+        streamed.residency.close(error)  # of the last checks too: whoever waits for the end of the load
 
 
 def attach(shell: DecoderModel, stored: StoredTensors) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from layers.sampling_params import SamplingParams
 from streaming.chat_template import choose_template, render_chat
 from streaming.checkpoint.tensors import Checkpoint
+from streaming.errors import StreamingError
 from streaming.generation_config import read_generation_defaults
 from streaming.tokenizer import Tokenizer, open_tokenizer
 
@@ -50,6 +51,14 @@ class ModelText:
     def available(self) -> bool:
         """Whether there is one."""
         return self._opened.exception() is None
+
+    def check(self) -> None:
+        """Raise StreamingError where answers have no text."""
+        if not self.available:
+            raise StreamingError(
+                "generate gives text, which takes a tokenizer; pieces and complete give token ids: "
+                f"{self._opened.exception()}"
+            )
 
     @property
     def stop_ids(self) -> Sequence[int]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import anyio
 import torch
 
+from streaming.checkpoint.remote_file import RemoteFile, WeightFile
 from streaming.device import open_device
 from streaming.errors import OptionError
 from streaming.pipeline import Pipeline
@@ -19,6 +20,7 @@ from streaming.reader_choice import start_reader
 from streaming.residency import Residency
 from streaming.runner import choose_threads
 from streaming.trace import Tracer
+from streaming.weight_checks import WeightChecks
 
 
 def only_layer(prepared: Prepared, layer: int | str) -> Prepared:
@@ -34,8 +36,17 @@ def only_layer(prepared: Prepared, layer: int | str) -> Prepared:
     window = prepared.options.window_nbytes or prepared.budget.window_nbytes
     read_plan = plan_reads(plan, window_nbytes=window)
     states = dict(zip(prepared.read_plan.files, prepared.read_plan.states, strict=False))  # none for remote files
-    read_plan = replace(read_plan, states=tuple(states[file] for file in read_plan.files) if states else ())
+    read_plan = replace(
+        read_plan,
+        files=tuple(map(_without_copy, read_plan.files)),
+        states=tuple(states[file] for file in read_plan.files) if states else (),
+    )
     return replace(prepared, plan=plan, read_plan=read_plan, retie=False)
+
+
+def _without_copy(file: WeightFile) -> WeightFile:
+    """A copy would be made whole at the end: all bytes of the file for the sake of some."""
+    return replace(file, copy_to=None) if isinstance(file, RemoteFile) else file
 
 
 def load_one_layer(prepared: Prepared, layer: int | str) -> dict[str, torch.Tensor]:
@@ -49,6 +60,7 @@ def load_one_layer(prepared: Prepared, layer: int | str) -> dict[str, torch.Tens
         pipeline = Pipeline(
             one.plan, reader, device, residency, Tracer(),
             threads=threads.resident, check_weights=one.options.check_weights,
+            checks=WeightChecks(norm=one.config.norm),
         )  # fmt: skip
         anyio.run(pipeline.run)
         for worker in pipeline.workers:

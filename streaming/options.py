@@ -70,7 +70,7 @@ class LoadOptions:
             raise OptionError(f"--device {self.device}: known devices are cpu and cuda[:index]")
         if self.remote_cache is not None and (not self.remote_cache or os.path.isfile(self.remote_cache)):
             raise OptionError(f"--remote-cache {self.remote_cache!r}: a folder is needed")
-        if not all(isinstance(source, Source) for source in self.sources):
+        if isinstance(self.sources, Source) or not all(isinstance(source, Source) for source in self.sources):
             raise OptionError(f"sources {self.sources!r}: a list of Source values is needed")
         _positive("--max-model-len", self.max_model_len)
         _positive("--threads", self.threads)

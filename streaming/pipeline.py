@@ -30,7 +30,7 @@ from anyio.abc import ObjectReceiveStream, ObjectSendStream
 from streaming.accounts import Accounts
 from streaming.device import Device
 from streaming.errors import LayerLoadError, StreamClosedError, StreamingError
-from streaming.file_faults import system_fault
+from streaming.file_faults import changed_fault, system_fault
 from streaming.hooks import Hooks
 from streaming.item_words import log_item
 from streaming.plan import LayerPlan, LoadItem, LoadPlan
@@ -277,7 +277,7 @@ def read_fault(item: LoadItem, error: int | str) -> str:
     if error == "short":
         return f"{item.tensor.file} ended before its byte {item.file_offset + item.nbytes:,}: it shrank during the load"
     if error == "changed":
-        return f"{item.tensor.file} was changed, or replaced, during the load (its size or time is another)"
+        return changed_fault(item.tensor.file)
     return error if isinstance(error, str) else system_fault(item.tensor.file, error)
 
 

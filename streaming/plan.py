@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from math import lcm
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from layers.weights import LayerSpec, ParamKind, ParamSpec, WeightMap
 from quant.dtypes import DType
 from streaming.checkpoint.tensors import Checkpoint, TensorInfo
 from streaming.errors import CheckpointError, MissingTensorError, TensorMismatchError
-from streaming.leftovers import ReadTensor
 from streaming.matching import Matching, Sources, match_names
+
+if TYPE_CHECKING:
+    from streaming.leftovers import ReadTensor
 
 _OWN_LAYOUT = ("gguf", "dummy")  # formats in which every matrix is [out, in], whatever the family's checkpoints do
 ITEM_NBYTES = 32 << 20  # a larger weight is loaded in runs of rows of about this many bytes, where its scheme allows
@@ -102,7 +104,7 @@ class LoadPlan:
     unused: Mapping[str, int] = field(default_factory=dict)  # why tensors are not used -> their bytes
     unwrapped: Mapping[str, str] = field(default_factory=dict)  # names without a wrapper's words -> as they are on disk
 
-    @property
+    @cached_property
     def items(self) -> tuple[LoadItem, ...]:
         """All items in reading order."""
         return tuple(item for layer in self.layers for item in layer.items)
@@ -171,7 +173,7 @@ def _account(checkpoint: Checkpoint, dropped: Mapping[str, str]) -> tuple[dict[s
     for file in checkpoint.unopened:
         reasons.update(file.reasons)
         nbytes[next(iter(file.reasons.values()))] += file.nbytes
-    return reasons, dict(nbytes)
+    return reasons, {reason: amount for reason, amount in nbytes.items() if amount}
 
 
 def lay_out(specs: Sequence[LayerSpec], runs_of: Callable[[ParamSpec], Iterable[Run]]) -> tuple[LayerPlan, ...]:
@@ -207,13 +209,14 @@ Run = tuple[ParamSpec, int, TensorInfo, tuple[int, int], tuple[int, int], bool, 
 
 
 def _items_of(param: ParamSpec, *, sources: Sources, direct: bool, item_nbytes: int) -> Iterable[Run]:
+    parts, plain = sources.parts[param.name], direct and param.scheme.name == "none"
     for section, rows in enumerate(param.section_rows):
-        info, first = sources.parts[param.name][section]
+        info, first = parts[section]
         if info.strides is not None:
             if first == 0:
                 yield _whole(param, section, info)
             continue
-        straight = direct and info.is_plain and info.dtype is param.dtype and param.scheme.name == "none"
+        straight = plain and info.dtype is param.dtype and info.is_plain
         for start, stop in split_rows(param, info, rows, item_nbytes=item_nbytes):
             yield param, section, info, (first + start, first + stop), (start, stop), straight, 1, None
 
@@ -230,9 +233,8 @@ def _whole(param: ParamSpec, section: int, info: TensorInfo) -> Run:
 def split_rows(param: ParamSpec, info: TensorInfo, rows: int, *, item_nbytes: int) -> list[tuple[int, int]]:
     """Runs of rows that can be loaded by themselves: as many as fit item_nbytes, whole scale blocks, whole tensors
     where a scale or a permutation spans all rows."""
-    multiple = row_multiple(param, info)
     row_nbytes = max(1, info.row_nbytes if info.is_plain else info.numel // info.shape[0] * DType.F32.itemsize)
-    if multiple == 0 or rows * row_nbytes <= item_nbytes:
+    if rows * row_nbytes <= item_nbytes or (multiple := row_multiple(param, info)) == 0:
         return [(0, rows)]
     step = max(1, item_nbytes // (row_nbytes * multiple)) * multiple
     return [(start, min(rows, start + step)) for start in range(0, rows, step)]
@@ -252,7 +254,9 @@ def conversion_warnings(items: Iterable[LoadItem]) -> list[str]:
     for item in items:
         source, target = item.tensor.dtype, item.param.dtype
         quantized = item.param.scheme.name != "none"  # from what is on disk: nothing is narrowed on the way
-        if quantized or item.tensor.encoding or item.tensor.name in seen or not _loses(source, target):
+        if source is target or quantized or item.tensor.encoding or item.tensor.name in seen:
+            continue
+        if not _loses(source, target):
             continue
         seen.add(item.tensor.name)
         pairs[source, target] += 1
@@ -264,10 +268,8 @@ def conversion_warnings(items: Iterable[LoadItem]) -> list[str]:
     ]
 
 
+_EXACT = {DType.BF16: (DType.F32, DType.F64), DType.F16: (DType.F32, DType.F64), DType.F32: (DType.F64,)}
+
+
 def _loses(source: DType, target: DType) -> bool:
-    exact = {
-        DType.BF16: (DType.F32, DType.F64),
-        DType.F16: (DType.F32, DType.F64),
-        DType.F32: (DType.F64,),
-    }
-    return source is not target and target not in exact.get(source, ())
+    return source is not target and target not in _EXACT.get(source, ())

@@ -71,7 +71,7 @@ class Prefetcher:
         while (index := self._take()) is not None:
             try:
                 self._fetch(*self._blocks[index][:3], scratch)
-            except OSError:
+            except (OSError, MemoryError):
                 return
 
     def _take(self) -> int | None:

@@ -10,19 +10,21 @@ from layers.architecture import layer_specs
 from layers.config import parse_config, weight_map
 from layers.kv_cache import kv_cache_nbytes
 from layers.model_config import ModelConfig
+from layers.name_lookup import NameLookup
 from layers.weights import Dropped, LayerSpec
 from quant.dtypes import DType
 from quant.policy import default_policy
 from quant.registry import scheme_by_name
 from streaming.budget import Budget, make_budget
 from streaming.checkpoint import open_checkpoint
+from streaming.checkpoint.tensor_names import check_names
 from streaming.checkpoint.tensors import Checkpoint, TensorInfo
+from streaming.collector import collector_at_rest
 from streaming.errors import OptionError
-from streaming.file_ranges import open_ranges
 from streaming.matching import holds_both_tied
 from streaming.options import DTYPES, LoadOptions
 from streaming.plan import LoadPlan, make_plan
-from streaming.read_choice import choose_reading, planned_states, whole_file_nbytes
+from streaming.read_choice import choose_reading, planned_states, reader_nbytes
 from streaming.read_plan import ReadPlan, plan_reads
 from streaming.read_strategy import ReadChoice
 from streaming.sources import join_sources
@@ -56,6 +58,11 @@ def prepare(model: str, options: LoadOptions) -> Prepared:
 
     Raises CheckpointError with all problems of the files, ModelConfigError, OptionError, BudgetError; reads no weights.
     """
+    with collector_at_rest():
+        return _prepare(model, options)
+
+
+def _prepare(model: str, options: LoadOptions) -> Prepared:
     checkpoint = open_model(model, options)
     if checkpoint.address is not None:
         check_remote_options(options)
@@ -79,7 +86,7 @@ def prepare(model: str, options: LoadOptions) -> Prepared:
     reading = choose_reading(checkpoint, plan, options)
     budget = make_budget(
         plan,
-        file_nbytes=whole_file_nbytes(plan, reading),
+        file_nbytes=reader_nbytes(plan, reading),
         window_nbytes=options.window_nbytes,
         cache_nbytes=kv_cache_nbytes(config, max_tokens=tokens, dtype=dtype),
         limit_nbytes=options.memory_nbytes,
@@ -97,7 +104,9 @@ def open_model(model: str, options: LoadOptions) -> Checkpoint:
     checkpoint = open_checkpoint(
         model, load_format=options.load_format, revision=options.revision, remote_cache=options.remote_cache
     )
-    return join_sources(checkpoint, options.sources)
+    joined = join_sources(checkpoint, options.sources)
+    check_names(joined)
+    return joined
 
 
 def _has_both(checkpoint: Checkpoint, config: ModelConfig) -> bool:
@@ -135,7 +144,7 @@ def resolve_dtype(asked: str, config: ModelConfig, checkpoint: Checkpoint) -> DT
     if config.dtype is not None:
         return config.dtype
     found: Counter[DType] = Counter()
-    names = weight_map(config)
+    names = NameLookup(weight_map(config))
     for name, tensor in checkpoint.tensors.items():
         if tensor.dtype.is_wide and not isinstance(names.locate(name), Dropped):
             found[DType.BF16 if tensor.encoding else tensor.dtype] += tensor.numel
@@ -166,6 +175,8 @@ def check_length(max_model_len: int | None, config: ModelConfig) -> None:
 
 def read_tensor(tensor: TensorInfo) -> bytes:
     """All bytes of one (small) tensor."""
+    from streaming.file_ranges import open_ranges
+
     with closing(open_ranges(tensor.file)) as ranges:
         (data,) = ranges.read([(tensor.offset, tensor.nbytes)])
     return bytes(data)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from streaming.available_memory import available_nbytes
 from streaming.checkpoint.tensors import Checkpoint
 from streaming.errors import CheckpointError, OptionError
 from streaming.file_faults import system_fault
@@ -22,6 +21,8 @@ from streaming.plan import LoadPlan
 from streaming.read_plan import ReadPlan
 from streaming.read_strategy import (
     BACK_ENDS,
+    BATCH_NBYTES,
+    BUFFERS_NBYTES,
     NETWORK,
     ReadChoice,
     ReadMethod,
@@ -61,7 +62,11 @@ def _choose(checkpoint: Checkpoint, plan: LoadPlan, options: LoadOptions) -> Rea
         return ReadChoice(options.load_format, f"--load-format {options.load_format}")
     folder = checkpoint.root if checkpoint.root.is_dir() else checkpoint.root.parent
     kind = file_system_of(next((file for file in checkpoint.files if isinstance(file, Path)), folder))
-    memory = available_nbytes() if kind in NETWORK else None
+    memory = None
+    if kind in NETWORK:
+        from streaming.available_memory import available_nbytes
+
+        memory = available_nbytes()
     found = Surroundings(kind, plan.read_nbytes, memory, torchao=_is_torchao(checkpoint))
     return choose_strategy(options.safetensors_load_strategy, found)
 
@@ -82,8 +87,15 @@ def _refuse_torchao(checkpoint: Checkpoint) -> None:
     raise CheckpointError(f"{checkpoint.name}: is serialized by torchao, whose number formats are not supported yet")
 
 
-def whole_file_nbytes(plan: LoadPlan, choice: ReadChoice) -> int:
-    """What `eager` holds at once beside everything else: the largest file. Raises OptionError (see read_strategy)."""
+def reader_nbytes(plan: LoadPlan, choice: ReadChoice) -> int:
+    """What the reader holds at once beside everything else: `eager` the largest file, a back end its buffers.
+
+    Raises OptionError (see read_strategy).
+    """
+    if choice.strategy == "runai_streamer":
+        return min(BATCH_NBYTES, plan.read_nbytes)
+    if choice.strategy == "fastsafetensors":
+        return BUFFERS_NBYTES
     if choice.strategy != "eager":
         return 0
     files = {item.tensor.file: 0 for item in plan.items}
@@ -112,7 +124,11 @@ def planned_states(read_plan: ReadPlan, choice: ReadChoice) -> tuple[FileState, 
 
 def read_method(options: LoadOptions, choice: ReadChoice) -> ReadMethod:
     """What the reader is told."""
-    ahead = available_nbytes() if choice.strategy == "prefetch" else None
+    ahead = None
+    if choice.strategy == "prefetch":
+        from streaming.available_memory import available_nbytes
+
+        ahead = available_nbytes()
     return ReadMethod(
         strategy=choice.strategy,
         threads=options.loader.threads,

@@ -14,11 +14,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from streaming.checkpoint.remote_file import WeightFile
 from streaming.errors import BudgetError
 from streaming.open_files import FileState
 from streaming.plan import LoadItem, LoadPlan
+
+if TYPE_CHECKING:
+    from streaming.checkpoint.remote_file import WeightFile
 
 PIECE_NBYTES = 8 << 20  # one read call: short enough to end soon when the load is cancelled
 ALIGNMENT = 64  # stored weights start at such addresses: kernels' bits can depend on it
@@ -58,6 +61,10 @@ class ReadPlan:
     mapped: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)  # what stays in its file, where
     states: tuple[FileState, ...] = ()  # of the files when they were planned; () where that is not known
 
+    def state_of(self, file: WeightFile) -> FileState | None:
+        """The file's state when it was planned; None where that is not known."""
+        return dict(zip(self.files, self.states, strict=False)).get(file)
+
 
 def plan_reads(plan: LoadPlan, *, window_nbytes: int, keep_maps: bool = False) -> ReadPlan:
     """Lay out both regions, cut every item into pieces. Raises BudgetError when an item is larger than the window.
@@ -69,24 +76,26 @@ def plan_reads(plan: LoadPlan, *, window_nbytes: int, keep_maps: bool = False) -
             f"the window of {window_nbytes:,} bytes is smaller than the largest weight that passes through it "
             f"({largest:,} bytes): ask for --window {-(-largest >> 20)}MiB or more"
         )
-    staged = [item for item in plan.items if not item.direct]
-    slots = ring_slots([item.nbytes for item in staged], capacity=window_nbytes)
-    window = {item.index: slot for item, slot in zip(staged, slots, strict=True)}
+    sizes = [(item, item.nbytes) for item in plan.items]
+    staged = [(item, nbytes) for item, nbytes in sizes if not item.direct]
+    slots = ring_slots([nbytes for _, nbytes in staged], capacity=window_nbytes)
+    window = {item.index: slot for (item, _), slot in zip(staged, slots, strict=True)}
     kept = views_of_files(plan) if keep_maps else {}
     final, final_nbytes = final_layout(plan, without=kept)
     files: dict[WeightFile, int] = {}
     pieces = []
-    for item in plan.items:
+    for item, nbytes in sizes:
         file = files.setdefault(item.tensor.file, len(files))
         region = Region.FINAL if item.direct else Region.WINDOW
-        if item.direct and stored_key(item) in kept:
+        if kept and item.direct and stored_key(item) in kept:
             region, dest, released = Region.MAPPED, 0, 0
         else:
             dest, released = (_final_dest(item, final), 0) if item.direct else window[item.index]
-        for start in range(0, item.nbytes, PIECE_NBYTES):
-            size = min(PIECE_NBYTES, item.nbytes - start)
-            pieces.append(Piece(item.index, file, item.file_offset + start, size, region, dest + start, released))
-    used = min(window_nbytes, sum(_aligned(item.nbytes) for item in staged))
+        offset = item.file_offset
+        for start in range(0, nbytes, PIECE_NBYTES):
+            size = min(PIECE_NBYTES, nbytes - start)
+            pieces.append(Piece(item.index, file, offset + start, size, region, dest + start, released))
+    used = min(window_nbytes, sum(_aligned(nbytes) for _, nbytes in staged))
     offsets = {index: slot[0] for index, slot in window.items()}
     mapped = {key: (files[file], offset) for key, (file, offset) in kept.items()}
     return ReadPlan(tuple(files), tuple(pieces), final_nbytes, used, final, offsets, mapped)
@@ -117,8 +126,8 @@ def final_layout(
     offsets: dict[tuple[str, str], int] = {}
     end = 0
     for item in plan.items:
-        if item.direct and stored_key(item) not in offsets and stored_key(item) not in without:
-            offsets[stored_key(item)] = end
+        if item.direct and (key := stored_key(item)) not in offsets and key not in without:
+            offsets[key] = end
             end = _aligned(end + (item.param.nbytes if item.stored is None else item.tensor.nbytes))
     return offsets, end
 

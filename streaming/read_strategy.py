@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from streaming.errors import OptionError
 from streaming.sizes import format_size
-from streaming.whole_files import file_visits
 
 STRATEGIES = ("lazy", "eager", "prefetch", "direct", "torchao")
 BACK_ENDS = ("runai_streamer", "fastsafetensors")  # load formats whose package gets the bytes
+BATCH_NBYTES = 64 << 20  # of pieces that a back end is asked for at once
+BUFFERS_NBYTES = 64 << 20  # of fastsafetensors' own threads
 READ_THREADS = 2  # enough to keep a local disk's queue filled; more take time from the one who computes
 NETWORK = frozenset({
     "nfs", "nfs4", "lustre", "cifs", "smb3", "smbfs", "ceph", "gpfs", "beegfs", "afs", "9p", "virtiofs",
@@ -78,6 +79,8 @@ def whole_file_bytes(pieces: Sequence[tuple[int, bool]], sizes: Sequence[int]) -
 
     Raises OptionError where the weights lie so scattered that files would be read again and again.
     """
+    from streaming.whole_files import file_visits
+
     visits = file_visits(pieces)
     total, once = sum(sizes[file] for file in visits), sum(sizes[file] for file in set(visits))
     if total > REREADS * once:

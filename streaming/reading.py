@@ -7,7 +7,6 @@ Standard input: one job (a line of JSON), then 8-byte counts of released window 
 Standard output: one RECORD per piece, in the order in which they end.
 """
 
-import errno
 import json
 import mmap
 import os
@@ -22,6 +21,7 @@ from streaming.open_files import OpenFiles
 from streaming.reading_records import COUNT as COUNT
 from streaming.reading_records import RECORD as RECORD
 from streaming.reading_records import SHORT as SHORT
+from streaming.reading_records import fault_code
 
 BUFFER_NBYTES = 1 << 20
 
@@ -82,8 +82,8 @@ class PieceReader:
             if self._before is not None:
                 self._before(index)
             return self._fill(self._descriptors[file], offset, nbytes, region, dest)
-        except OSError as error:
-            return error.errno or errno.EIO
+        except Exception as error:
+            return fault_code(error)
 
 
 def read_fully(descriptor: int, into: Any, offset: int) -> int:
@@ -162,10 +162,24 @@ class Carrier(Protocol):
         ...
 
 
+Works = list[Callable[[], None]]  # what a carrier's threads run
+
+
 def main() -> None:
-    """Carry out one job from standard input; its end means: stop."""
-    job = json.loads(sys.stdin.buffer.readline())
+    """Carry out one job from standard input: read files."""
+    serve(_carrier_of)
+
+
+def _carrier_of(job: Mapping[str, Any], report: Callable[[bytes], None]) -> tuple[Carrier, Works]:
     pieces = [tuple(piece) for piece in job["pieces"]]
+    files = open_files_of(pieces, job["paths"], job["states"])
+    return make_carrier(pieces, files, job["how"], shared_memory(job["regions"]), report)
+
+
+def serve(carrier_of: Callable[[Mapping[str, Any], Callable[[bytes], None]], tuple[Carrier, Works]]) -> None:
+    """Carry out one job from standard input, by whoever `carrier_of` makes of it and of where records go; the input's
+    end means: stop."""
+    job = json.loads(sys.stdin.buffer.readline())
     lock = threading.Lock()
 
     def report(record: bytes) -> None:
@@ -175,8 +189,7 @@ def main() -> None:
             except OSError:  # nobody listens any more
                 os._exit(0)
 
-    files = open_files_of(pieces, job["paths"], job["states"])
-    carrier, works = make_carrier(pieces, files, job["how"], shared_memory(job["regions"]), report)
+    carrier, works = carrier_of(job, report)
     for work in works:
         threading.Thread(target=work, daemon=True).start()
     while len(count := sys.stdin.buffer.read(COUNT.size)) == COUNT.size:
@@ -235,7 +248,7 @@ def make_carrier(
     report: Callable[[bytes], None],
     *,
     before: Callable[[int], None] | None = None,
-) -> tuple[Carrier, list[Callable[[], None]]]:
+) -> tuple[Carrier, Works]:
     """Who reads, and what its threads run. `how` is a ReadMethod as a dict (see streaming.read_strategy)."""
     if how["strategy"] == "eager":
         from streaming.whole_files import WholeFileReader

@@ -193,7 +193,8 @@ def _rank(name: str) -> str:
 
 
 def saved_options(saved: Mapping[str, Any], options: LoadOptions) -> LoadOptions:
-    """The options with what the folder says of scheme, head and dtype. Raises OptionError where they say otherwise.
+    """The options with what the folder says of scheme, head and dtype. Raises OptionError where they say otherwise,
+    and for those that would change nothing.
 
     `--quantization none`, the default, asks for nothing to be quantized while loading: the saved scheme stays.
     """
@@ -208,6 +209,12 @@ def saved_options(saved: Mapping[str, Any], options: LoadOptions) -> LoadOptions
     asked = DTYPES[options.dtype]
     if asked is not None and asked.torch_name != dtype:
         raise OptionError(f"--dtype {options.dtype}: the shards were saved in {dtype}; leave the option out")
+    if options.unwrap_names:
+        raise OptionError("--unwrap-names: the shards have the model's own names; leave the option out")
+    if not options.loader.weights_track:
+        raise OptionError(
+            "--model-loader-extra-config: enable_weights_track false: the shards are whole or refused; leave it out"
+        )
     return replace(options, quantization=scheme, quantize_head=bool(saved["quantize_head"]))
 
 

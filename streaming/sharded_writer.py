@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from layers.architecture import is_tied
 from streaming.checkpoint.members import CONFIG
+from streaming.checkpoint.remote_file import RemoteFile
 from streaming.errors import OptionError, StreamingError
 from streaming.prepare import Prepared
 from streaming.read_plan import ALIGNMENT
@@ -67,7 +68,8 @@ def wanted_manifest(prepared: Prepared) -> Manifest:
 
 
 def source_digest(prepared: Prepared) -> str:
-    """A digest of what is loaded: the configuration, every tensor's place, and each file's size and time."""
+    """A digest of what is loaded: the configuration, each tensor's place, each file's size and time, a remote one's
+    version."""
     checkpoint, found = prepared.checkpoint, hashlib.sha256()
     found.update(json.dumps(dict(checkpoint.config), sort_keys=True, default=str).encode())
     for name, info in sorted(checkpoint.tensors.items()):
@@ -75,6 +77,8 @@ def source_digest(prepared: Prepared) -> str:
     for file in sorted(path for path in checkpoint.files if isinstance(path, Path)):
         status = file.stat()
         found.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+    for remote in sorted((file for file in checkpoint.files if isinstance(file, RemoteFile)), key=str):
+        found.update(f"{remote.url} {remote.nbytes} {remote.etag} {remote.modified}\n".encode())
     return found.hexdigest()
 
 
@@ -168,9 +172,9 @@ class ShardWriter:
 
     @contextmanager
     def _file(self, name: str) -> Iterator[BinaryIO]:
-        self._made.append(self.out / name)
-        self._waiting.append(self.out / name)
-        with _partial(self.out / name).open("xb", buffering=0) as file:
+        with _partial(self.out / name).open("xb", buffering=0) as file:  # first: what another one writes is not ours
+            self._made.append(self.out / name)
+            self._waiting.append(self.out / name)
             yield _Whole(file)  # type: ignore[misc]
             os.fsync(file.fileno())
 

@@ -37,6 +37,8 @@ class Source:
     def __post_init__(self) -> None:
         if not self.path:
             raise OptionError("--source: a path or a hub id is needed")
+        if type(self.patterns) is not tuple:
+            raise OptionError(f'patterns {self.patterns!r}: a tuple of names is needed, such as ("*.safetensors",)')
         if any(not pattern or "/" in pattern for pattern in self.patterns):
             raise OptionError(f"--source {self.path}: patterns are names of files in its folder, such as *.safetensors")
 

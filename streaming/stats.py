@@ -31,7 +31,7 @@ class Summary:
     seconds the forward pass waited, by the stage in which the missing layer was. `stages`: seconds of work by name:
     import, shell (the modules), read, slice, quantize, publish, post-process (packed copies), forward; work at the
     same time counts for each. `quantize_s`: of the quantizing alone. `load_format`: what the files are; "dummy"
-    where there are none.
+    where there are none. `read_strategy`: how they were read, and why so.
     """
 
     ttft_s: float | None = None
@@ -81,12 +81,14 @@ def _rounded(value: object) -> object:
 def summary_lines(summary: Summary) -> list[str]:
     """The summary for people, a fact per line."""
     schemes = ", ".join(f"{count} in {name}" for name, count in summary.layers_by_scheme.items())
-    dummy = " (dummy: the weights are made up)" if summary.load_format == "dummy" else ""
+    made_up = summary.load_format == "dummy"
+    dummy, files = (" (dummy: the weights are made up)", "") if made_up else ("", f"; {summary.load_format} files")
     lines = [
         _fact("first token", _s(summary.ttft_s), f"from process start; {_s(summary.from_load_s)} from load"),
         _fact("first layer", _s(summary.first_layer_ready_s), f"ready; forward from {_s(summary.first_forward_s)} on"),
         _fact("load done", _s(summary.load_done_s), f"{format_size(summary.bytes_read)} read{dummy}, "
               f"{format_size(summary.bytes_kept)} kept"),
+        _fact("read with", "", f"{summary.read_strategy}: {summary.read_strategy_reason}{files}"),
         _fact("layers", "", f"{schemes}; quantized in {_s(summary.quantize_s)}"),
         _fact("time", "", ", ".join(f"{name} {_s(value)}" for name, value in summary.stages.items())),
         _fact("stalls", "", ", ".join(f"{k} {_s(v)}" for k, v in summary.stalls.items()) or "none"),

@@ -16,7 +16,7 @@ from typing import Any
 from streaming.checkpoint.files import read_json_object
 from streaming.detokenizer import byte_alphabet
 from streaming.errors import CheckpointFormatError
-from streaming.gguf_tokenizer import TokenizerRecipe
+from streaming.gguf_tokenizer import TokenizerRecipe, check_merges
 from streaming.pretokenizers import Pretokenizer
 from streaming.tokenizer_config import AddedTokenSpec, TokenizerSettings, read_tokenizer_settings
 
@@ -46,7 +46,7 @@ def tekken_recipe(path: Path) -> TokenizerRecipe:
     return TokenizerRecipe(
         source=str(path),
         vocab=vocab,
-        merges=[(spelled[left], spelled[right]) for left, right in _merges(ranks)],
+        merges=[(spelled[left], spelled[right]) for left, right in _merges(path, ranks)],
         normalizer=None,
         pre_tokenizer=Pretokenizer((config["pattern"],)).to_json(),
         decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
@@ -61,7 +61,7 @@ def tekken_recipe(path: Path) -> TokenizerRecipe:
 def _count(path: Path, config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
     if type(value) is not int or not 0 <= value <= _MOST:
-        raise CheckpointFormatError(f"{path}: {key} is {value!r}, not a number of tokens")
+        raise CheckpointFormatError(f"{path}: {key} is {value!r:.60}, not a number of tokens")
     return value
 
 
@@ -107,10 +107,11 @@ def _token(entry: object, rank: int) -> bytes | None:
     return token if 0 < len(token) <= _LONGEST else None
 
 
-def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
+def _merges(path: Path, ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
     """Every way to put a token together from two others: the lowest rank first, in it the earlier parts first."""
     merges: list[tuple[bytes, bytes]] = []
     for token in ranks:
+        check_merges(len(merges), tokens=len(ranks), source=str(path))
         cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
         found = [(ranks[left], ranks[right], left, right) for left, right in cuts if left in ranks and right in ranks]
         merges += [(left, right) for _, _, left, right in sorted(found)]

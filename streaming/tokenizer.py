@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Protocol
 
+from streaming.checkpoint.members import hub_root_of, member_fault
 from streaming.checkpoint.tensors import Checkpoint
 from streaming.errors import CheckpointError, StreamingError
 from streaming.gguf_tokenizer import gguf_recipe
@@ -96,14 +97,30 @@ def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     if checkpoint.format == "gguf" or checkpoint.metadata:  # a GGUF's, or what save-shards kept of one
         return build_tokenizer(gguf_recipe(checkpoint.metadata, source=str(checkpoint.root)))
     folder = checkpoint.root if checkpoint.root.is_dir() else checkpoint.root.parent
+    _check_links(folder)
     path = folder / "tokenizer.json"
     if not path.is_file():
         if (tekken := folder / "tekken.json").is_file():
             from streaming.tekken import tekken_recipe
 
             return build_tokenizer(tekken_recipe(tekken))
-        raise CheckpointError(_no_tokenizer(folder))
+        raise CheckpointError(_no_tokenizer(folder, name=checkpoint.address or str(folder)))
     return load_tokenizer(path, settings=read_tokenizer_settings(folder))
+
+
+_TEXT_FILES = (
+    "tokenizer.json", "tekken.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "chat_template.json",
+)  # fmt: skip
+
+
+def _check_links(folder: Path) -> None:
+    """In the hub's cache, a file that is a link out of it is refused, as config and weights are."""
+    if (root := hub_root_of(folder)) is None:
+        return
+    for path in (folder / name for name in _TEXT_FILES):
+        if path.is_file() and (fault := member_fault(path, root)):
+            raise CheckpointError(f"{path}: {fault}")
 
 
 # What other libraries keep a vocabulary in; none of them is read here.
@@ -117,8 +134,8 @@ _OTHER_VOCABULARIES = (
 )
 
 
-def _no_tokenizer(folder: Path) -> str:
-    """The message for a folder without tokenizer.json."""
+def _no_tokenizer(folder: Path, *, name: str) -> str:
+    """The message for a folder without tokenizer.json, which the user calls `name`."""
     others = [name for name in _OTHER_VOCABULARIES if (folder / name).is_file()]
     found = f" ({', '.join(others)} is there, but is not read)" if others else ""
     convert = (
@@ -126,4 +143,4 @@ def _no_tokenizer(folder: Path) -> str:
         if others
         else "fetch the model's tokenizer.json"
     )
-    return f"{folder}: has no tokenizer.json{found}; {convert}, or give token ids (--ids 1,2,3), which need none"
+    return f"{name}: has no tokenizer.json{found}; {convert}, or give token ids (--ids 1,2,3), which need none"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from streaming.checkpoint.files import read_json_object
+from streaming.checkpoint.files import open_weights, read_exactly, read_json_object
 from streaming.errors import CheckpointFormatError
 
 DEFAULT_TEMPLATE = "default"
+_TEMPLATE_LIMIT = 4 << 20  # bytes; real ones are below 100 kB
+_TOKEN_ID = re.compile(r"[0-9]{1,9}")  # longer ones are no ids, and int() refuses those of thousands of digits
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,8 @@ def _named_tokens(entries: Mapping[str, Any], path: Path) -> dict[str, str]:
         if not key.endswith("_token") or isinstance(value, bool) or value is None:
             continue  # add_bos_token and its like are flags
         text = value.get("content") if isinstance(value, dict) else value
-        if not isinstance(text, str):
-            raise CheckpointFormatError(f"{path}: {key} is {value!r}; a text was expected")
+        if not isinstance(text, str) or not _is_unicode(text):
+            raise CheckpointFormatError(f"{path}: {key} is {value!r:.60}; a text was expected")
         found[key] = text
     return found
 
@@ -78,7 +81,7 @@ def _named_tokens(entries: Mapping[str, Any], path: Path) -> dict[str, str]:
 def _flag(config: Mapping[str, Any], key: str, path: Path) -> bool | None:
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
-        raise CheckpointFormatError(f"{path}: {key} is {value!r}; true or false was expected")
+        raise CheckpointFormatError(f"{path}: {key} is {value!r:.60}; true or false was expected")
     return value
 
 
@@ -87,13 +90,21 @@ def _added_tokens(config: Mapping[str, Any], path: Path) -> dict[int, AddedToken
     entries = config.get("added_tokens_decoder") or {}
     found = {}
     for key, entry in entries.items() if isinstance(entries, dict) else [("", entries)]:
-        if not str(key).isdecimal() or not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
+        is_id = _TOKEN_ID.fullmatch(str(key)) is not None
+        text = entry.get("content") if isinstance(entry, dict) else None
+        if not is_id or not isinstance(text, str) or not _is_unicode(text):
             raise CheckpointFormatError(
-                f'{path}: added_tokens_decoder holds {key!r}: {entry!r}; {{"content": TEXT}} was expected'
+                f'{path}: added_tokens_decoder holds {key!r:.60}: {entry!r:.60}; an id and {{"content": TEXT}} were '
+                "expected"
             )
         flags = {name: bool(entry[name]) for name in _ADDED_TOKEN_FLAGS if name in entry}
-        found[int(key)] = AddedTokenSpec(entry["content"], **flags)
+        found[int(key)] = AddedTokenSpec(text, **flags)
     return found
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it is text: JSON can spell lone surrogates, which no tokenizer takes."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 _ADDED_TOKEN_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
@@ -128,7 +139,11 @@ def _templates_value(value: Any, path: Path) -> dict[str, str]:
 
 
 def _read_text(path: Path) -> str:
+    with open_weights(path) as (file, size):
+        if size > _TEMPLATE_LIMIT:
+            raise CheckpointFormatError(f"{path}: {size} bytes of chat template; at most {_TEMPLATE_LIMIT} are read")
+        content = read_exactly(path, file, size)
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
         raise CheckpointFormatError(f"{path}: cannot be read as UTF-8 text: {error}") from error

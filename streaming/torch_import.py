@@ -20,13 +20,14 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from streaming.collector import collector_at_rest
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def import_torch(*, whole: bool = True) -> None:
     if "torch" in sys.modules or os.environ.get(PLAIN_IMPORT) == "1":
         importlib.import_module("torch")
         return
-    with _collector_at_rest():
+    with collector_at_rest():
         if whole or not _TESTED.fullmatch(installed_version()):
             importlib.import_module("torch")
         else:
@@ -76,17 +77,6 @@ def installed_version() -> str:
         return ""
     found = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
     return found[1] if found else ""
-
-
-@contextmanager
-def _collector_at_rest() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Deferral(Loader):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from layers.model_config import NormKind
 from layers.weights import ParamKind
 from streaming.plan import LoadItem
 
@@ -15,9 +16,13 @@ _Key = tuple[str, str]  # tensor, parameter
 
 
 class WeightChecks:
-    """Gathers least and greatest of every tensor, part by part as they arrive; judged when the tensor is whole."""
+    """Gathers least and greatest of every tensor, part by part as they arrive; judged when the tensor is whole.
 
-    def __init__(self) -> None:
+    `norm`: what the model's norms compute; where their weights count from one, zeros are what training begins with.
+    """
+
+    def __init__(self, *, norm: NormKind = NormKind.RMS) -> None:
+        self._norm = norm
         self._parts: dict[_Key, list[torch.Tensor]] = {}
         self._rows: dict[_Key, int] = {}
         self._whole: list[tuple[LoadItem, _Key]] = []
@@ -42,17 +47,18 @@ class WeightChecks:
         """
         while self._whole:
             item, key = self._whole.pop(0)
-            if fault := fault_of(torch.stack(self._parts.pop(key)).double()):
+            zeros_fit = item.param.kind is ParamKind.NORM and self._norm is NormKind.RMS_PLUS_ONE
+            if fault := fault_of(torch.stack(self._parts.pop(key)).double(), zeros_fit=zeros_fit):
                 line = f"{item.tensor.name} in {item.tensor.file.name} {fault}"
                 if line not in self.faults:
                     self.faults.append(line)
                     yield item, line
 
 
-def fault_of(extremes: torch.Tensor) -> str | None:
+def fault_of(extremes: torch.Tensor, *, zeros_fit: bool = False) -> str | None:
     """What is wrong with a tensor whose parts have these least and greatest numbers [parts, 2], if anything."""
     if extremes.isnan().any():
         return "holds NaN"
     if extremes.isinf().any():
         return "holds infinity"
-    return None if extremes.any() else "holds only zeros: is the download complete?"
+    return None if zeros_fit or extremes.any() else "holds only zeros: is the download complete?"

@@ -8,7 +8,6 @@ It needs nothing but the standard library. [no-torch]
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import threading
@@ -16,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from streaming.open_files import OpenFiles
-from streaming.reading_records import RECORD, SHORT
+from streaming.reading_records import RECORD, SHORT, fault_code
 
 STEP_NBYTES = 8 << 20
 FINAL = 0  # the region whose pieces have room from the start
@@ -101,17 +100,17 @@ class WholeFileReader:
             if self._before is not None:
                 self._before(index)
             descriptor = self._files.take(file)
-        except OSError as error:
-            return error.errno or errno.EIO
+        except Exception as error:
+            return fault_code(error)
         try:
             nbytes = self._files.nbytes(file)
             self._data = memoryview(mmap.mmap(-1, max(1, nbytes)))[:nbytes]
             self._data = self._data[: self._fill(descriptor)]
             self._held = file
-        except OSError as error:
-            return error.errno or errno.EIO
+        except Exception as error:
+            return fault_code(error)
         finally:
-            changed = self._files.give_back(file, pieces=0)
+            changed = self._files.give_back(file, pieces=len(self._pieces))  # it is in memory: no piece needs it open
         return 0 if len(self._data) < nbytes else changed  # cut short: the piece that is not there says so
 
     def _fill(self, descriptor: int) -> int:
@@ -133,8 +132,8 @@ class WholeFileReader:
                 code = SHORT
             else:
                 self._put(data, region, dest)
-        except OSError as error:
-            code = error.errno or errno.EIO
+        except Exception as error:
+            code = fault_code(error)
         self._done.add(index)
         self._report(RECORD.pack(index, code, start, time.monotonic()))
         return not code

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from layers.config import parse_config, weight_map
 from layers.errors import ModelConfigError, UnsupportedModelError
+from layers.family_names import MULTIMODAL_NAMES
 from layers.multimodal import MULTIMODAL_MODELS
 from layers.weights import Dropped, Target
 from streaming import LLM, LoadOptions
@@ -196,7 +197,7 @@ def test_a_whole_without_a_text_section_is_read_from_its_own_keys(
 def test_sizes_that_a_text_section_leaves_out_are_those_of_transformers(whole: Any, transformers: ModuleType) -> None:
     """Published files leave out what equals the text model's defaults."""
     for kind, part in whole.parts.items():
-        raw = {"architectures": list(whole.architectures), "text_config": {"model_type": kind}}
+        raw = {"architectures": list(MULTIMODAL_NAMES[whole.model_type]), "text_config": {"model_type": kind}}
         config = parse_config(raw)
         theirs = transformers.CONFIG_MAPPING[kind]()
         assert part.sizes

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +15,14 @@ import pytest
 from layers.models import FAMILIES
 from quant.registry import scheme_names
 from streaming.checkpoint.encodings import READABLE
+from streaming.checkpoint.formats import LOAD_FORMATS
 from streaming.cli import COMMANDS, make_parser
+from streaming.read_strategy import STRATEGIES
+from tests.readme_models import stand_ins
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+HEADINGS = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
 FENCE = re.compile(r"(<!-- slow -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -42,10 +47,10 @@ def params(language: str) -> list[object]:
     ]
 
 
-def run(command: list[str], folder: Path) -> None:
-    """Run in an empty folder, with the environment's own programs first."""
+def run(command: list[str], folder: Path, own: Mapping[str, str]) -> None:
+    """Run in a folder, with the environment's own programs first; `own`: further variables."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PATH": path, **own}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{command[-1]}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
@@ -53,13 +58,14 @@ def run(command: list[str], folder: Path) -> None:
 @pytest.mark.parametrize("text", params("bash"))
 def test_commands_run_as_written(text: str, tmp_path: Path) -> None:
     lines = [line for line in text.splitlines() if not line.startswith("make ")]
-    run(["bash", "-euo", "pipefail", "-c", "\n".join(lines)], tmp_path)
+    with stand_ins(tmp_path, "\n".join(lines)) as (commands, own):
+        run(["bash", "-euo", "pipefail", "-c", commands], tmp_path, own)
 
 
 @pytest.mark.parametrize("text", params("python"))
 def test_code_runs_as_written(text: str, tmp_path: Path) -> None:
     (tmp_path / "block.py").write_text(text, encoding="utf-8")
-    run([sys.executable, "block.py"], tmp_path)
+    run([sys.executable, "block.py"], tmp_path, {"HF_HUB_OFFLINE": "1"})
 
 
 def test_every_block_is_run_or_is_text() -> None:
@@ -84,6 +90,14 @@ def test_every_option_that_is_named_exists() -> None:
 
 def test_every_command_is_shown() -> None:
     assert set(COMMANDS) == set(re.findall(r"firstlayer ([a-z-]+) ", README))
+
+
+def test_every_format_and_strategy_has_its_line() -> None:
+    found = re.search(r"^### Models, formats, strategies$(.*?)^## ", README, re.MULTILINE | re.DOTALL)
+    assert found
+    named = set(re.findall(r"[a-z_]+", found[1]))
+    assert set(LOAD_FORMATS) - {"hf", "instanttensor"} <= named
+    assert set(STRATEGIES) - {"torchao"} <= named
 
 
 def row(name: str) -> str:
@@ -129,7 +143,9 @@ def test_the_tree_lists_every_module_and_no_other() -> None:
 
 
 def test_links_and_files_that_are_named_exist() -> None:
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
+    targets = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
+    headings = {"#" + re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in HEADINGS}
+    links = [link for link in targets if link not in headings]
     files = re.findall(r"`((?:quant|layers|streaming|examples)/[\w/.]+)`", README)
     assert links
     assert files

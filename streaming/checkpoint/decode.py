@@ -63,12 +63,19 @@ def decode_into(info: TensorInfo, raw: ReadableBuffer | Tensor, out: Tensor, *, 
         chunk = _chunk(source, start * row_nbytes, stop * row_nbytes, alignment=gcd(row_nbytes, 4))
         values = _values(info, chunk, scratch).view(stop - start, *info.shape[1:])
         if info.shift:
-            values = values + info.shift
+            values = _shifted(values, info.shift)
         if info.rope_heads:
             heads = (stop - start) // unit
             out[start:stop].view(heads, 2, unit // 2, *info.shape[1:]).copy_(_halves(values, heads))
         else:
             out[start:stop].copy_(values)
+
+
+def _shifted(values: Tensor, shift: float) -> Tensor:
+    """Numbers with something added, in float32 at least: they are rounded once, where they are written."""
+    import torch
+
+    return values.to(torch.promote_types(values.dtype, torch.float32)) + shift
 
 
 def _decode_strided(info: TensorInfo, source: memoryview | Tensor, out: Tensor) -> None:

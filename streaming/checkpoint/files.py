@@ -16,6 +16,7 @@ from streaming.errors import CheckpointFormatError
 _LFS_MARK = b"version https://git-lfs"
 _LOST_LINK = (b"../../blobs/", b"../../../blobs/")  # what the links in the hub's cache hold
 _JSON_LIMIT = 64 << 20  # bytes of a config or an index; real ones are below 10 MB
+_MOST_VALUES = 3 << 18  # objects and lists, or keys; a fifth of the numbers and texts in them
 
 
 @contextmanager
@@ -89,6 +90,7 @@ def read_json_object(path: Path, *, strict: bool = False) -> dict[str, Any]:
             raise CheckpointFormatError(f"{path}: {size} bytes of JSON; at most {_JSON_LIMIT} are read")
         text = read_exactly(path, file, size)
     try:
+        _check_bulk(text, most=_MOST_VALUES)
         found = strict_json(text) if strict else json.loads(text.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise CheckpointFormatError(f"{path}: is not valid JSON: {error}") from error
@@ -98,11 +100,20 @@ def read_json_object(path: Path, *, strict: bool = False) -> dict[str, Any]:
 
 
 def strict_json(text: bytes) -> Any:
-    """Parse UTF-8 JSON, refusing what readers disagree on: a key given twice, NaN and Infinity. Raises ValueError."""
+    """Parse UTF-8 JSON, refusing what readers disagree on: a key given twice, NaN and Infinity; and what would take
+    more memory than any real file. Raises ValueError."""
+    _check_bulk(text, most=2 * _MOST_VALUES)
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _check_bulk(text: bytes, *, most: int) -> None:
+    """Refuse what becomes far larger in memory than it is: three bytes of an empty list are 64 there."""
+    found = max(text.count(b"{") + text.count(b"["), text.count(b":"), text.count(b",") // 5)
+    if found > most:
+        raise ValueError(f"it holds {found:,} values or more; no real file has so many")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

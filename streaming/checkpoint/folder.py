@@ -80,10 +80,8 @@ def open_weights_folder(
 def open_weights_file(path: Path, *, kind: FileKind, part: bool = False) -> Checkpoint:
     """The checkpoint in one file, with the config.json beside it. `part` and what is raised: as for the folder."""
     report = Report(path)
-    if not part and (numbered := _NUMBERED.fullmatch(path.name)) and int(numbered["total"]) > 1:
-        raise CheckpointError(
-            f"{path}: is file {int(numbered['number'])} of {int(numbered['total'])}; give the folder, {path.parent}"
-        )
+    if not part:
+        refuse_one_of_many(path.name, what=str(path), folder=str(path.parent))
     config = {} if part else _read_config(path.parent, report)
     headers, notes = _read_headers([path], kind, report)
     tensors, placed = _place(headers, None, path.parent, kind, complete=bool(headers), report=report)
@@ -92,6 +90,14 @@ def open_weights_file(path: Path, *, kind: FileKind, part: bool = False) -> Chec
         root=path, format=kind.format, tensors=tensors, files=(path,), config=config, metadata={},
         notes=(*notes, *placed),
     )  # fmt: skip
+
+
+def refuse_one_of_many(name: str, *, what: str, folder: str) -> None:
+    """Raise CheckpointError for a file whose name says that it is one of several: the folder is the model."""
+    if (numbered := _NUMBERED.fullmatch(name)) and int(numbered["total"]) > 1:
+        raise CheckpointError(
+            f"{what}: is file {int(numbered['number'])} of {int(numbered['total'])}; give the folder, {folder}"
+        )
 
 
 def _read_config(root: Path, report: Report) -> dict[str, Any]:

@@ -11,14 +11,16 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from streaming.checkpoint.file_kinds import BIN_KIND, HF_KINDS, PT_KINDS, SAFETENSORS_KIND, FileKind
-from streaming.checkpoint.folder import open_weights_file, open_weights_folder
 from streaming.checkpoint.location import locate
 from streaming.checkpoint.members import CONSOLIDATED, GGUF, INDEX, PARAMS, PICKLES, SAFETENSORS, SHARDED, list_folder
 from streaming.checkpoint.tensors import Checkpoint
 from streaming.errors import CheckpointError, OptionError
 from streaming.remote.address import is_address
+
+if TYPE_CHECKING:
+    from streaming.checkpoint.file_kinds import FileKind
 
 Opener = Callable[[Path], Checkpoint]
 
@@ -79,18 +81,25 @@ def _open_auto(path: Path) -> Checkpoint:
 
 
 def _open_hf(path: Path) -> Checkpoint:
+    from streaming.checkpoint.file_kinds import HF_KINDS
+
     return _open_weights(path, "hf", HF_KINDS)
 
 
 def _open_safetensors(path: Path) -> Checkpoint:
+    from streaming.checkpoint.file_kinds import SAFETENSORS_KIND
+
     return _open_weights(path, "safetensors", (SAFETENSORS_KIND,))
 
 
 def _open_pt(path: Path) -> Checkpoint:
+    from streaming.checkpoint.file_kinds import PT_KINDS
+
     return _open_weights(path, "pt", PT_KINDS)
 
 
 def _open_npcache(path: Path) -> Checkpoint:
+    from streaming.checkpoint.file_kinds import BIN_KIND
     from streaming.checkpoint.npcache import open_cached
 
     return open_cached(_open_weights(path, "npcache", (BIN_KIND,)))
@@ -141,6 +150,7 @@ def _open_instanttensor(path: Path) -> Checkpoint:
 
 
 def _open_tensorizer(path: Path) -> Checkpoint:
+    from streaming.checkpoint.file_kinds import FileKind
     from streaming.checkpoint.tensorizer_file import read_tensorizer_header
 
     return _open_weights(path, "tensorizer", (FileKind("tensorizer", "*.tensors", None, read_tensorizer_header),))
@@ -154,6 +164,8 @@ def _open_dummy(path: Path) -> Checkpoint:
 
 def _open_weights(path: Path, load_format: str, kinds: tuple[FileKind, ...]) -> Checkpoint:
     """A folder that has files of one of these kinds, or one such file."""
+    from streaming.checkpoint.folder import open_weights_file, open_weights_folder
+
     if path.is_dir():
         return open_weights_folder(path, kinds=kinds)
     kind = next((kind for kind in kinds if path.suffix == kind.suffix), None)
@@ -164,6 +176,8 @@ def _open_weights(path: Path, load_format: str, kinds: tuple[FileKind, ...]) -> 
 
 def _wrong_file(path: Path, load_format: str, suffix: str) -> CheckpointError:
     """One kind of file is never opened with another kind's parser."""
+    if path.suffix == ".json":
+        return CheckpointError(f"{path}: is no weights file; give the folder that holds the model, {path.parent}")
     return CheckpointError(f"{path}: is not a file that format {load_format} reads; its name should end in {suffix}")
 
 

@@ -12,8 +12,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from streaming.checkpoint.files import read_json_object
 from streaming.checkpoint.index import read_index
-from streaming.checkpoint.members import CONFIG, PARAMS
+from streaming.checkpoint.members import BIN_INDEX, CONFIG, INDEX, PARAMS
+from streaming.checkpoint.unopened import unused_by_file
 from streaming.checkpoint.wanted_files import index_name, parts_missing, weight_files
 from streaming.errors import CheckpointError, OptionError
 
@@ -118,14 +120,24 @@ def is_complete(snapshot: Path, *, load_format: str = "auto", file: str | None =
 
 
 def read_repo_index(snapshot: Path, weights: Collection[str], names: Collection[str]) -> dict[str, str] | None:
-    """What the index of such weights says, where the snapshot has one that can be used."""
+    """What the index of such weights says of the files that are needed, where the snapshot has one that can be used."""
     name = index_name(weights)
     if name is None or name not in names:
         return None
     try:
-        return read_index(snapshot / name, suffix=Path(next(iter(weights))).suffix)
+        index = read_index(snapshot / name, suffix=Path(next(iter(weights))).suffix)
     except CheckpointError:
         return None  # opening says what is wrong with it
+    return _needed(index, snapshot) if name in (INDEX, BIN_INDEX) else index
+
+
+def _needed(index: dict[str, str], snapshot: Path) -> dict[str, str]:
+    """Without the files of which the model uses nothing (see `unopened`): they are not opened, so not fetched."""
+    try:
+        unused = unused_by_file(index, read_json_object(snapshot / CONFIG))
+    except CheckpointError:
+        return index  # opening says what is wrong with the configuration
+    return {tensor: file for tensor, file in index.items() if file not in unused} or index
 
 
 def _has_config(names: Collection[str], weights: Collection[str]) -> bool:

@@ -97,6 +97,8 @@ def _fetch_one(client: Any, remote: _Remote, blobs: Path, bar: Any) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return  # another process fetches it, or the file system has no locks: the client's own way is safe
+        if blob.exists():
+            return  # another one made it whole since, and this may be the very file
         had_nbytes = file.seek(0, os.SEEK_END)
         if had_nbytes > remote.nbytes:
             had_nbytes = file.truncate(0)

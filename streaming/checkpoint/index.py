@@ -6,7 +6,10 @@ from pathlib import Path, PurePosixPath
 
 from streaming.checkpoint.files import read_json_object
 from streaming.checkpoint.report import Report
+from streaming.checkpoint.tensors import MOST_TENSORS
 from streaming.errors import CheckpointFormatError
+
+_MOST_FILES = 10_000  # the largest models have some hundred
 
 
 def read_index(path: Path, *, suffix: str = ".safetensors") -> dict[str, str]:
@@ -18,8 +21,12 @@ def read_index(path: Path, *, suffix: str = ".safetensors") -> dict[str, str]:
     weight_map = read_json_object(path, strict=True).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointFormatError(f'{path}: its "weight_map" should be an object: tensor name -> file name')
+    if len(weight_map) > MOST_TENSORS:
+        raise CheckpointFormatError(f"{path}: places {len(weight_map):,} tensors; at most {MOST_TENSORS:,} are read")
     report = Report(path)
     files = {file for file in weight_map.values() if isinstance(file, str)}
+    if len(files) > _MOST_FILES:
+        raise CheckpointFormatError(f"{path}: names {len(files):,} files; at most {_MOST_FILES:,} are read")
     for tensor, file in weight_map.items():
         if not isinstance(file, str):
             report.add(f"{path}: tensor {tensor!r} is mapped to {file!r}, not to a file name", broken=True)

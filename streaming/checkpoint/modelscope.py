@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from streaming.checkpoint.hub import HubId, is_offline
-from streaming.checkpoint.location import USE_MODELSCOPE
+from streaming.checkpoint.hub_location import USE_MODELSCOPE
 from streaming.checkpoint.members import list_folder
 from streaming.checkpoint.wanted_files import SMALL_FILES, weight_patterns
 from streaming.errors import CheckpointError, OptionError

@@ -26,6 +26,8 @@ from streaming.errors import CheckpointError
 
 FOLDER, LOCK = ".npcache", "lock"
 _COPY_NBYTES = 8 << 20
+_MOST_TIMES, _ALWAYS_NBYTES = 4, 64 << 20  # a cache larger than the files: tied tensors are written once for each name
+_RESERVED = "__metadata__"  # is no tensor in a safetensors header
 _WORD = 24  # letters of the word that stands for the .bin files
 
 
@@ -35,8 +37,14 @@ def open_cached(checkpoint: Checkpoint) -> Checkpoint:
     Raises CheckpointError where it cannot be written (no permission, the disk is full); nothing half-written stays.
     """
     root = checkpoint.root
+    if _RESERVED in checkpoint.tensors:
+        file = checkpoint.tensors[_RESERVED].file
+        raise CheckpointError(
+            f"{file}: a tensor is called {_RESERVED!r}, which no cache can hold; use --load-format hf"
+        )
     folder = (root if root.is_dir() else root.parent) / FOLDER
     cache = folder / f"{_label(root)}-{_fingerprint(checkpoint.files)}.safetensors"
+    _check_size(checkpoint)
     try:
         if not _holds(cache, checkpoint.tensors) and not _write_alone(cache, checkpoint):
             note = f"another process writes the cache {cache}; this load reads the .bin files"
@@ -58,6 +66,16 @@ def _fingerprint(files: tuple[WeightFile, ...]) -> str:
     """A word for the files' names, sizes and times."""
     facts = [(file.name, (status := os.stat(str(file))).st_size, status.st_mtime_ns) for file in files]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:_WORD]
+
+
+def _check_size(checkpoint: Checkpoint) -> None:
+    """Refuse tensors that repeat few numbers (a stride of 0): a small file could fill the disk."""
+    needed, there = _needed(checkpoint.tensors), sum(os.stat(str(file)).st_size for file in checkpoint.files)
+    if needed > _MOST_TIMES * there + _ALWAYS_NBYTES:
+        raise CheckpointError(
+            f"{checkpoint.root}: its tensors repeat few numbers: their cache would take {needed:,} bytes where the "
+            f"files have {there:,}; --load-format hf needs none"
+        )
 
 
 def _needed(tensors: Mapping[str, TensorInfo]) -> int:

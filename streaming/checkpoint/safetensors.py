@@ -13,14 +13,16 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quant.dtypes import DType
 from streaming.checkpoint.files import open_weights, read_exactly, strict_json
-from streaming.checkpoint.remote_file import WeightFile
 from streaming.checkpoint.report import Report
-from streaming.checkpoint.tensors import TensorInfo
+from streaming.checkpoint.tensors import MOST_TENSORS, TensorInfo
 from streaming.errors import CheckpointFormatError
+
+if TYPE_CHECKING:
+    from streaming.checkpoint.remote_file import WeightFile
 
 HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
 _LENGTH_NBYTES = 8
@@ -81,6 +83,8 @@ def _entries(path: WeightFile, text: bytes) -> dict[str, Any]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointFormatError(f"{path}: __metadata__ in its header is not an object of strings")
     assert isinstance(entries, dict)  # it began with {
+    if len(entries) > MOST_TENSORS:
+        raise CheckpointFormatError(f"{path}: has {len(entries):,} tensors; at most {MOST_TENSORS:,} are read")
     return entries
 
 
@@ -102,7 +106,7 @@ def _tensor(path: WeightFile, name: str, entry: Any, data_start: int, report: Re
 
 def _dtype(entry: Any) -> DType:
     if not isinstance(entry, dict) or entry.keys() != _KEYS:
-        found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
+        found = _short(sorted(entry)) if isinstance(entry, dict) else type(entry).__name__
         raise ValueError(f"its entry should have dtype, shape and data_offsets, found {found}")
     name = entry["dtype"]
     if type(name) is not str or name not in _DTYPES:

@@ -16,7 +16,7 @@ from pathlib import Path
 from quant.dtypes import DType
 from streaming.checkpoint.files import open_weights, read_exactly
 from streaming.checkpoint.report import Report
-from streaming.checkpoint.tensors import TensorInfo
+from streaming.checkpoint.tensors import MOST_TENSORS, TensorInfo
 from streaming.errors import CheckpointFormatError
 
 _MARK = b"|TZR|"
@@ -48,6 +48,8 @@ def read_tensorizer_header(path: Path) -> tuple[dict[str, TensorInfo], tuple[str
         if nbytes > min(_INDEX_LIMIT, size - len(start)):
             raise CheckpointFormatError(f"{path}: is cut short: its index of {nbytes:,} bytes does not fit into it")
         index = _Index(path, read_exactly(path, file, nbytes), versioned=bool(flags & _VERSIONED))
+    if count > MOST_TENSORS:
+        raise CheckpointFormatError(f"{path}: says it has {count:,} tensors; at most {MOST_TENSORS:,} are read")
     report = Report(path)
     found: dict[str, TensorInfo] = {}
     for _ in range(count):  # an index that ends before raises: the count is no reason to go on

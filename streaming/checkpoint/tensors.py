@@ -6,11 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quant.dtypes import DType
-from streaming.checkpoint.remote_file import WeightFile
-from streaming.checkpoint.unopened import Unopened
+
+if TYPE_CHECKING:
+    from streaming.checkpoint.remote_file import WeightFile
+    from streaming.checkpoint.unopened import Unopened
+
+
+MOST_TENSORS = 1 << 18  # of one file or one index; the largest models have some 150,000
 
 
 @dataclass(frozen=True)

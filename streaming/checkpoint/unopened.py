@@ -10,29 +10,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from streaming.checkpoint.remote_file import WeightFile
+
 
 @dataclass(frozen=True)
 class Unopened:
     """One such file: its size, and why each of its tensors is not used."""
 
-    file: Path
-    nbytes: int
+    file: WeightFile
+    nbytes: int  # 0 where that was not asked for (a server's file, or one that is not there)
     reasons: Mapping[str, str]
 
 
 def unopened_files(root: Path, index: Mapping[str, str], config: Mapping[str, Any]) -> Iterator[Unopened]:
-    """The files of an index (tensor -> file) from which nothing is used by the model that the configuration describes.
+    """The files of an index (tensor -> file) from which the model that the configuration describes uses nothing."""
+    for file, reasons in unused_by_file(index, config).items():
+        yield Unopened(root / file, _size(root / file), reasons)
+
+
+def unused_by_file(index: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Their names, and why each of their tensors is not used.
 
     None of a configuration that cannot be read: whoever parses it next says what is wrong.
     """
     from layers.config import parse_config, weight_map
     from layers.errors import ModelConfigError
+    from layers.name_lookup import NameLookup
     from layers.weights import Dropped
 
     try:
-        names = weight_map(parse_config(config))
+        names = NameLookup(weight_map(parse_config(config)))
     except ModelConfigError:
-        return
+        return {}
+    unused: dict[str, dict[str, str]] = {}
     by_file: dict[str, list[str]] = {}
     for name, file in index.items():
         by_file.setdefault(file, []).append(name)
@@ -44,7 +54,8 @@ def unopened_files(root: Path, index: Mapping[str, str], config: Mapping[str, An
                 break
             reasons[name] = target.reason
         else:
-            yield Unopened(root / file, _size(root / file), reasons)
+            unused[file] = reasons
+    return unused
 
 
 def _size(path: Path) -> int:

@@ -7,7 +7,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from streaming.prepare import prepare
 from streaming.torch_import import import_torch
 
 KEYS = ("ttft_s", "from_load_s", "import_s", "load_s", "forward_s", "decode_tok_s", "peak_rss_mb")
+SAID = ("first_token_id", "load_format", "read_strategy", "read_strategy_reason")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -84,19 +85,22 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def _round(options: argparse.Namespace, files: Sequence[Path], state: str) -> dict[str, Any]:
     prepare_files = evict if state == "cold" else warm
     prepare_files(files)
-    floor_s = read_floor_s(files)
+    floor_s = read_floor_s(files) if files else None  # format dummy: nothing is read, so nothing to measure against
     prepare_files(files)
     done = subprocess.run(_once_command(options), capture_output=True, text=True, check=False)
     if done.returncode:
-        raise WorkerError(f"a run failed: {done.stderr.strip() or done.returncode}")
-    return {"state": state, "floor_s": round(floor_s, 4), **json.loads(done.stdout)}
+        said = done.stderr.strip().removeprefix("firstlayer bench: error: ")
+        raise OptionError(said) if done.returncode == 2 else WorkerError(f"a run failed: {said or done.returncode}")
+    return {"state": state, "floor_s": None if floor_s is None else round(floor_s, 4), **json.loads(done.stdout)}
 
 
 def _once_command(options: argparse.Namespace) -> list[str]:
     command = [sys.executable, "-m", "streaming", "bench", options.model, "--once", "--json"]
     command += ["--prompt-tokens", str(options.prompt_tokens), "--decode", str(options.decode)]
     command += ["--preimported"] if options.preimported else []
-    for name in LoadOptions.__dataclass_fields__:
+    for source in options.sources:
+        command += ["--source", source]
+    for name in LoadOptions.__dataclass_fields__.keys() - {"sources"}:
         value = getattr(options, name)
         flag = f"--{name.replace('_', '-')}"
         command += [flag] if value is True else [flag, str(value)] if value else []
@@ -104,16 +108,15 @@ def _once_command(options: argparse.Namespace) -> list[str]:
 
 
 def _medians(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {"floor_s": statistics.median(r["floor_s"] for r in rounds)}
-    for key in KEYS:
+    found: dict[str, Any] = {}
+    for key in ("floor_s", *KEYS):
         values = [r[key] for r in rounds if isinstance(r.get(key), (int, float))]
         if values:
             found[key] = statistics.median(values)
     for key in ("ttft_s", "from_load_s"):
-        if key in found:
+        if key in found and "floor_s" in found:
             found[f"{key}_over_floor"] = round(found[key] / found["floor_s"], 3)
-    found["first_token_id"] = rounds[-1].get("first_token_id")
-    return found
+    return found | {key: rounds[-1].get(key) for key in SAID}
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
@@ -125,7 +128,13 @@ def _lines(found: dict[str, Any]) -> list[str]:
         if state in found:
             row = found[state]
             lines.append(
-                f"{state:<6} {row['floor_s']:>8.2f} {row['ttft_s']:>14.2f} {row['ttft_s_over_floor']:>8.2f} "
-                f"{row['from_load_s']:>12.2f} {row['from_load_s_over_floor']:>8.2f}"
+                f"{state:<6} {_s(row, 'floor_s', 8)} {_s(row, 'ttft_s', 14)} {_s(row, 'ttft_s_over_floor', 8)} "
+                f"{_s(row, 'from_load_s', 12)} {_s(row, 'from_load_s_over_floor', 8)}"
             )
-    return lines
+    row = found["rounds"][0]
+    return [*lines, f"{row['load_format']}, read with {row['read_strategy']}: {row['read_strategy_reason']}"]
+
+
+def _s(row: Mapping[str, Any], key: str, width: int) -> str:
+    """A number of the table; "-" where there is none (format dummy has no floor)."""
+    return f"{row[key]:>{width}.2f}" if key in row else f"{'-':>{width}}"

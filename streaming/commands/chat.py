@@ -34,6 +34,8 @@ def run(options: argparse.Namespace) -> int:
     messages = [{"role": "system", "content": options.system}] if options.system else []
     with LLM.start(prepared, clock=clock, hooks=progress_hooks(progress), leave=cli.leaver(options)) as llm:
         progress.close()  # the prompt takes its place: both would write where the cursor stands
+        if not llm.has_tokenizer:
+            _ = llm.tokenizer  # says so, before anybody types
         while (text := _ask()) is not None:
             if not text:
                 continue

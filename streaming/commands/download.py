@@ -10,9 +10,11 @@ from pathlib import Path
 
 from streaming.checkpoint.formats import check_load_format
 from streaming.checkpoint.hub import is_offline
-from streaming.checkpoint.location import DEMO, fetch, hub_id, locate, uses_modelscope
+from streaming.checkpoint.hub_location import fetch, hub_id, uses_modelscope
+from streaming.checkpoint.location import DEMO, locate
 from streaming.commands.transfer_line import with_line
 from streaming.errors import OptionError
+from streaming.remote.address import is_address
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -26,8 +28,8 @@ def run(options: argparse.Namespace) -> int:
     """Fetch, and say where it is."""
     check_load_format(options.load_format)
     name, revision, load_format = options.model, options.revision, options.load_format
-    if name == DEMO or os.path.lexists(name) or load_format == "remote":
-        what = "the demo package's model" if name == DEMO else f"{name}: a path that exists"
+    if (what := _nothing_to_fetch(name)) is not None or load_format == "remote":
+        what = what or f"format {load_format}"
         raise OptionError(f"download fetches hub ids, owner/name[@revision]; there is nothing to fetch for {what}")
     model = hub_id(name, revision=revision)
     if is_offline() or uses_modelscope():
@@ -44,6 +46,15 @@ def run(options: argparse.Namespace) -> int:
     else:
         sys.stdout.write(f"{path}\n")
     return 0
+
+
+def _nothing_to_fetch(name: str) -> str | None:
+    """What the model is called that is here already, or is never fetched as a whole; None for what may be a hub id."""
+    if name == DEMO:
+        return "the demo package's model"
+    if os.path.lexists(name):
+        return f"{name}: a path that exists"
+    return f"{name}: an address (a load with --remote-cache keeps its files)" if is_address(name) else None
 
 
 def _files(path: Path) -> dict[str, int]:

@@ -19,8 +19,10 @@ def list_files(options: argparse.Namespace) -> int:
     """Print the account of what is on disk; the configuration is not read for more than being there."""
     checkpoint = open_model(options.model, cli.load_options(options))
     account = make_account(checkpoint)
-    text = json.dumps(_as_dict(checkpoint, account)) if options.json else "\n".join(_lines(checkpoint, account))
-    sys.stdout.write(text + "\n")
+    if options.json:
+        sys.stdout.write(json.dumps(_as_dict(checkpoint, account)) + "\n")
+    else:
+        cli.write_lines(_lines(checkpoint, account))
     for note in checkpoint.notes:
         cli.warn(note)
     return 0

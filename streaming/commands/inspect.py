@@ -38,9 +38,9 @@ def run(options: argparse.Namespace) -> int:
         }  # fmt: skip
         sys.stdout.write(json.dumps(found) + "\n")
     else:
-        sys.stdout.write("\n".join(line for layer in layers for line in _layer_lines(layer)) + "\n")
-        for name, reason in prepared.plan.dropped.items() if options.layer is None else ():
-            sys.stdout.write(f"not used: {name} ({reason})\n")
+        cli.write_lines(line for layer in layers for line in _layer_lines(layer))
+        dropped = prepared.plan.dropped if options.layer is None else {}
+        cli.write_lines(f"not used: {name} ({reason})" for name, reason in dropped.items())
     for warning in prepared.warnings:
         cli.warn(warning)
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from streaming import cli
 from streaming.commands.generate import make_progress, progress_hooks
-from streaming.errors import OptionError
+from streaming.commands.run_files import check_file_option
 from streaming.llm import LLM
 from streaming.prepare import prepare
 
@@ -23,8 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the array."""
     ids = cli.parse_ids(options.ids)
-    if not options.out.absolute().parent.is_dir():
-        raise OptionError(f"--out {options.out}: the folder {options.out.absolute().parent} does not exist")
+    check_file_option("--out", options.out)
     prepared = prepare(options.model, cli.load_options(options))
     progress = make_progress(options, prepared)
     with LLM.start(prepared, hooks=progress_hooks(progress), leave=cli.leaver(options)) as llm:

@@ -21,8 +21,10 @@ def run(options: argparse.Namespace) -> int:
     """Print the plan."""
     rates = [parse_size(options.bandwidth, option="--bandwidth")] if options.bandwidth else [500 * 10**6, 3 * 10**9]
     prepared = prepare(options.model, cli.load_options(options))
-    text = json.dumps(plan_dict(prepared, rates)) if options.json else "\n".join(plan_lines(prepared, rates))
-    sys.stdout.write(text + "\n")
+    if options.json:
+        sys.stdout.write(json.dumps(plan_dict(prepared, rates)) + "\n")
+    else:
+        cli.write_lines(plan_lines(prepared, rates))
     for warning in prepared.warnings:
         cli.warn(warning)
     return 0
@@ -75,7 +77,7 @@ def plan_lines(prepared: Prepared, rates: list[int]) -> list[str]:
         f"{format_size(budget.window_nbytes)}, conversion {format_size(budget.convert_nbytes)}, KV cache "
         f"{format_size(budget.cache_nbytes)}"
         f"{f', packed copies {format_size(budget.packed_nbytes)}' if budget.packed_nbytes else ''}"
-        f"{f', a whole file {format_size(budget.file_nbytes)}' if budget.file_nbytes else ''}; limit "
+        f"{f', held by the reader {format_size(budget.file_nbytes)}' if budget.file_nbytes else ''}; limit "
         f"{format_size(budget.limit_nbytes) if budget.limit_nbytes else 'none'}"
     )
     times = ", ".join(f"{plan.read_nbytes / rate:.2f} s at {format_size(rate)}/s" for rate in rates)

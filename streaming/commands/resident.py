@@ -79,6 +79,10 @@ def run_resident(
 
 
 def _open(root: Path, config: ModelConfig, stack: ExitStack, load_format: str) -> tuple[Names, GetTensor]:
+    if load_format == "tensorizer":
+        from streaming.commands.resident_tensorizer import SUFFIX, open_tensorizer
+
+        return open_tensorizer([root] if root.is_file() else sorted(root.glob(f"*{SUFFIX}")), stack)
     if parts := gguf_parts(root, load_format):
         return open_gguf(parts, config)
     if load_format == "mistral" or (load_format == "auto" and _is_own_layout(root)):

@@ -4,7 +4,7 @@ names and decoders. Nothing of the loading path has a part in it."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from layers.model_config import ModelConfig
 from streaming.checkpoint.gguf_package import gguf_package
+from streaming.errors import OptionError
 
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _MLP = {"phi3": ("gate_up_proj", "down_proj"), "phi2": ("fc1", "fc2"), "gpt2": ("fc1", "fc2")}
@@ -42,6 +43,8 @@ def open_gguf(parts: Sequence[Path], config: ModelConfig) -> tuple[list[str], Ca
     kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, config.num_layers)
     stored = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+    if any(reader.endianess == gguf.GGUFEndian.BIG for reader in readers):
+        _refuse_blocks(stored)
     by_name = {
         ours: stored[theirs] for ours in _wanted(architecture, config) if (theirs := _name(names, ours)) in stored
     }
@@ -49,10 +52,25 @@ def open_gguf(parts: Sequence[Path], config: ModelConfig) -> tuple[list[str], Ca
     def get_tensor(name: str) -> torch.Tensor:
         tensor = by_name[name]
         shape = [int(size) for size in reversed(tensor.shape)]
-        wide = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy()).view(shape)
+        wide = torch.from_numpy(gguf.quants.dequantize(_in_order(tensor), tensor.tensor_type).copy()).view(shape)
         return _as_hub(name, wide, architecture, config)
 
     return list(by_name), get_tensor
+
+
+def _refuse_blocks(stored: Mapping[str, Any]) -> None:
+    """Of a big-endian file the package turns numbers round, and not the fields inside blocks."""
+    for name, tensor in stored.items():
+        if tensor.data.dtype.itemsize == 1:
+            raise OptionError(
+                f"verify reads GGUF a second time by the package gguf, which decodes no {tensor.tensor_type.name} of a "
+                f"big-endian file ({name})"
+            )
+
+
+def _in_order(tensor: Any) -> Any:
+    """Its numbers in this machine's order: the package's decoder takes them for that."""
+    return tensor.data.astype(tensor.data.dtype.newbyteorder("="))
 
 
 def _as_hub(name: str, wide: torch.Tensor, architecture: str, config: ModelConfig) -> torch.Tensor:

@@ -21,13 +21,21 @@ def add_file_options(parser: argparse.ArgumentParser) -> None:
 
 def check_file_options(options: argparse.Namespace) -> None:
     """Refuse, before anything is read, files that cannot be written."""
+    for name, path in (("--trace", options.trace), ("--timeline", options.timeline)):
+        if path is not None:
+            check_file_option(name, path)
     if options.timeline is not None:
         from streaming.timeline import check_timeline_path
 
         check_timeline_path(options.timeline)
-    for name, path in (("--trace", options.trace), ("--timeline", options.timeline)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise OptionError(f"{name} {path}: the folder {path.absolute().parent} does not exist")
+
+
+def check_file_option(name: str, path: Path) -> None:
+    """Refuse a path that no file can be written to."""
+    if path.is_dir():
+        raise OptionError(f"{name} {path}: is a folder; the name of a file is needed")
+    if not path.absolute().parent.is_dir():
+        raise OptionError(f"{name} {path}: the folder {path.absolute().parent} does not exist")
 
 
 def write_run_files(options: argparse.Namespace, tracer: Tracer, clock: RunClock, summary: Summary) -> None:

@@ -104,7 +104,8 @@ def fetch_first(options: argparse.Namespace) -> None:
 
     from streaming.checkpoint.formats import check_load_format
     from streaming.checkpoint.hub import parse_hub_id
-    from streaming.checkpoint.location import locate, uses_modelscope
+    from streaming.checkpoint.hub_location import uses_modelscope
+    from streaming.checkpoint.location import locate
 
     name, revision, load_format = options.model, options.revision, options.load_format
     if os.path.lexists(name) or load_format == "remote" or uses_modelscope():

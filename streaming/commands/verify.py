@@ -15,6 +15,7 @@ from streaming.errors import OptionError
 from streaming.hooks import Hooks
 from streaming.llm import LLM
 from streaming.prepare import Prepared, prepare
+from streaming.read_strategy import BACK_ENDS
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +112,7 @@ def _compare_all(prepared: Prepared, ids: list[int], llm: LLM, while_loading: _R
 
 def _resident(prepared: Prepared) -> DecoderModel:
     checkpoint, config, specs = prepared.checkpoint, prepared.config, prepared.specs
-    device = prepared.options.device
+    device, asked = prepared.options.device, prepared.options.load_format
     if checkpoint.saved is not None:
         from streaming.commands.resident_saved import saved_model
 
@@ -123,7 +124,7 @@ def _resident(prepared: Prepared) -> DecoderModel:
     from streaming.commands.resident import resident_model
 
     return resident_model(
-        checkpoint.root, config, specs, device=device, load_format=prepared.options.load_format,
+        checkpoint.root, config, specs, device=device, load_format="auto" if asked in BACK_ENDS else asked,
         unused=prepared.plan.dropped, unwrapped=prepared.plan.unwrapped,
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from streaming.errors import OptionError
 HTTP_SCHEMES = ("http", "https")
 STORE_SCHEMES = ("s3", "gs", "az")
 SCHEMES = (*HTTP_SCHEMES, *STORE_SCHEMES)
+_HUB_HOST = "huggingface.co"
 _ADDRESS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
 
 
@@ -43,6 +44,9 @@ def _check_parts(model: str) -> None:
             f"{parts.scheme}://...@{parts.hostname}: credentials do not belong into an address; "
             "give them in the environment (FIRSTLAYER_HTTP_AUTHORIZATION for http and https)"
         )
+    page = parts.path.strip("/")
+    if parts.hostname == _HUB_HOST and page.count("/") == 1:  # a folder of files would be .../resolve/main/
+        raise OptionError(f"{model}: is a model's page; give its name on the hub, {page}")
     if not parts.hostname or port == 0:
         raise OptionError(f"{model}: the address names no host" + (" or bucket" if port is None else " and port"))
     if parts.query or parts.fragment:

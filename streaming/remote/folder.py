@@ -12,12 +12,14 @@ from functools import partial
 from pathlib import Path
 
 from streaming.checkpoint.files import read_json_object, stand_in
+from streaming.checkpoint.folder import refuse_one_of_many
 from streaming.checkpoint.index import read_index
 from streaming.checkpoint.members import CONFIG, INDEX
 from streaming.checkpoint.remote_file import RemoteFile, WeightFile
 from streaming.checkpoint.report import Report
 from streaming.checkpoint.safetensors import parse_safetensors
 from streaming.checkpoint.tensors import Checkpoint, TensorInfo
+from streaming.checkpoint.unopened import Unopened, unused_by_file
 from streaming.errors import CheckpointError, CheckpointFormatError
 from streaming.remote.address import check_address, folder_of, is_file_address, member_url
 from streaming.remote.copies import remove_abandoned, with_copy
@@ -40,6 +42,7 @@ def open_remote(model: str, *, copies: Path | None = None, policy: RetryPolicy =
     that cannot work, CheckpointError (CheckpointFormatError where a file is broken) with the problems of all files.
     """
     url = check_address(model)
+    refuse_one_of_many(url.rpartition("/")[2], what=url, folder=folder_of(url))
     with closing(FetchPool(policy=policy)) as pool:
         return _open(url, folder_of(url), copies, pool)
 
@@ -50,6 +53,8 @@ def _open(url: str, folder: str, copies: Path | None, pool: FetchPool) -> Checkp
     config = _read_config(root, folder, report)
     index = None if is_file_address(url) else _read_index(root, folder, report)
     report.raise_if_any()
+    unused = unused_by_file(index, config) if index else {}
+    index = index and {name: file for name, file in index.items() if file not in unused}
     urls = _weight_urls(url, folder, index)
     headers = _read_headers(urls, report, source=f" ({INDEX} names it)" if index else "", pool=pool)
     report.raise_if_any()
@@ -61,6 +66,7 @@ def _open(url: str, folder: str, copies: Path | None, pool: FetchPool) -> Checkp
     return Checkpoint(
         root=root, format="safetensors", tensors=tensors, files=tuple(files.values()), config=config, metadata={},
         notes=(*notes, *_notes(headers)), address=url,
+        unopened=tuple(Unopened(RemoteFile(member_url(folder, file), 0), 0, unused[file]) for file in unused),
     )  # fmt: skip
 
 

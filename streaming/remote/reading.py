@@ -131,6 +131,9 @@ class RunFiller:
             code = IN_WORDS
         except OSError as error:
             code = error.errno or errno.EIO
+        except Exception as error:  # unforeseen: a thread that ended without a word would leave others waiting
+            self._say({"piece": waiting[0].index, "words": f"{type(error).__name__}: {error}"})
+            code = IN_WORDS
         if code != NO_FAULT:
             self._report(RECORD.pack(waiting[0].index, code, start_s, time.monotonic()))
         return code == NO_FAULT

@@ -73,7 +73,7 @@ def test_dtype_is_that_of_every_tensor_and_of_the_config(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"family": "gpt9"}, "family 'gpt9' is not one of llama, mistral, qwen2, qwen3, phi3"),
+        ({"family": "gpt9"}, "family 'gpt9' is not one of llama, mistral, qwen2, qwen3, phi3, gemma, "),
         ({"heads": 6, "kv_heads": 4}, r"heads \(6\) must be a multiple of kv_heads \(4\)"),
         ({"files": 0}, r"files \(0\) must be between 1 and the number of tensors \(30\)"),
         ({"family": "phi3", "head_dim": 8}, r"phi3: heads \(4\) x head_dim \(8\) must be 64"),

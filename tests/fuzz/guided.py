@@ -28,7 +28,7 @@ def main(name: str, seconds: str) -> None:
     def try_file(content: bytes) -> None:
         run_target(parser, content, folder)
 
-    limits = [f"-max_total_time={seconds}", "-timeout=10", "-rss_limit_mb=1024", "-max_len=4096"]
+    limits = [f"-max_total_time={seconds}", "-timeout=10", "-rss_limit_mb=1024", "-max_len=16384"]
     atheris.Setup([sys.argv[0], str(corpus), f"-artifact_prefix={folder}/", "-print_final_stats=1", *limits], try_file)
     atheris.Fuzz()
 

@@ -24,6 +24,7 @@ from streaming.checkpoint.index import read_index
 from streaming.checkpoint.pickles import read_pickle_header
 from streaming.checkpoint.safetensors import read_safetensors_header
 from streaming.errors import StreamingError
+from tests.fuzz import other_parsers as other
 
 ALLOWED = (StreamingError, ModelConfigError)
 SPARE_NBYTES = 64 << 20
@@ -70,6 +71,10 @@ _CONFIG = {
     "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                      "original_max_position_embeddings": 64},
 }  # fmt: skip
+
+
+def _json(*files: Mapping[str, object]) -> tuple[bytes, ...]:
+    return tuple(json.dumps(file).encode() for file in files)
 
 
 def _gguf(*, order: str) -> bytes:
@@ -124,5 +129,20 @@ PARSERS: Mapping[str, Parser] = MappingProxyType(
         "gguf": Parser(".gguf", (_gguf(order="<"), _gguf(order=">")), open_gguf_file),
         "pickles": Parser(".bin", (_torch_zip(), _torch_legacy()), read_pickle_header),
         "config": Parser(".json", (json.dumps(_CONFIG).encode(),), lambda path: parse_config(read_json_object(path))),
+        "mistral_params": Parser(".json", _json(other.MISTRAL_PARAMS, other.META_PARAMS), other.read_mistral_params),
+        "shards": Parser(".json", _json(other.SHARDS), other.read_shards),
+        "tensorizer": Parser(
+            ".tensors",
+            (other.tensorizer_file(), other.tensorizer_file(version=2)),
+            other.read_tensorizer,
+        ),
+        "tekken": Parser(".json", (other.tekken(),), other.read_tekken),
+        "tokenizer_config": Parser(".json", _json(other.TOKENIZER_CONFIG), other.read_tokenizer_files),
+        "generation_config": Parser(".json", _json(other.GENERATION_CONFIG), other.read_generation),
+        "gguf_tokenizer": Parser(
+            ".json", _json(other.GGUF_TOKENIZER, other.GGUF_BYTE_LEVEL), other.read_gguf_tokenizer
+        ),
+        "npcache": Parser(".safetensors", (other.CACHE,), other.read_cache),
+        "options": Parser(".txt", other.OPTIONS, other.read_options),
     }
 )

@@ -68,5 +68,5 @@ def test_random_bytes_end_in_words(name: str, content: bytes, tmp_path: Path) ->
 @pytest.mark.parametrize("name", PARSERS)
 def test_a_file_cut_anywhere_ends_in_words(name: str, tmp_path: Path) -> None:
     for seed in PARSERS[name].seeds:
-        for length in range(len(seed)):
+        for length in range(0, len(seed), 1 + len(seed) // 1000):
             run_target(PARSERS[name], seed[:length], tmp_path)

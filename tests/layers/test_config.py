@@ -10,9 +10,11 @@ import pytest
 from layers.config import family_of, parse_config
 from layers.decoder_config import LARGEST_DEPTH
 from layers.errors import ModelConfigError, UnsupportedModelError
+from layers.family_names import FAMILY_NAMES, MULTIMODAL_NAMES
 from layers.mlp import ACTIVATIONS
 from layers.model_config import ACTIVATION_NAMES, RopeKind
 from layers.models import FAMILIES
+from layers.multimodal import MULTIMODAL_MODELS
 from quant.dtypes import DType
 from tests.layers.real_configs import CONFIGS
 from tests.layers.tiny import ARCHITECTURES, config_of, raw_config
@@ -156,6 +158,11 @@ def test_every_family_is_found_by_architecture_and_by_model_type() -> None:
         by_type = parse_config({key: value for key, value in raw.items() if key != "architectures"})
         assert by_architecture == by_type == parse_config({**raw, "architectures": None})
         assert family_of(by_type) is family
+
+
+def test_the_table_of_names_says_what_the_families_say() -> None:
+    assert {family.model_type: family.architectures for family in FAMILIES} == FAMILY_NAMES
+    assert {whole.model_type for whole in MULTIMODAL_MODELS} == set(MULTIMODAL_NAMES)
 
 
 def test_architectures_come_before_model_type() -> None:

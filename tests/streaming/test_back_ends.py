@@ -11,10 +11,11 @@ import pytest
 
 from examples.write_tiny_model import TinyModel, write_tiny_model
 from streaming import LLM, LayerLoadError
-from streaming.back_end_reading import BATCH_NBYTES, Batches, fetch_all
+from streaming.back_end_reading import Batches, fetch_all
 from streaming.errors import CheckpointError, OptionError
 from streaming.options import LoadOptions
 from streaming.prepare import Prepared, prepare
+from streaming.read_strategy import BATCH_NBYTES
 from streaming.reader_choice import start_reader
 from streaming.reading_records import RECORD, SHORT
 from tests.streaming.gates import reading_with
@@ -39,6 +40,14 @@ def test_a_back_end_gives_the_resident_models_logits(four_layers: Path, load_for
         assert same_bits(llm.logits(IDS), expected)
         assert llm.stats().read_strategy == load_format
         del llm
+
+
+@each_back_end
+def test_what_the_package_holds_is_in_the_plan(four_layers: Path, load_format: str) -> None:
+    """A batch of pieces in its buffers (Run:ai's), or a buffer for each of its threads."""
+    held = prepare(str(four_layers), LoadOptions(load_format=load_format)).budget.file_nbytes
+    read_nbytes = prepare(str(four_layers), LoadOptions()).plan.read_nbytes
+    assert held == {"runai_streamer": read_nbytes, "fastsafetensors": 4 * (16 << 20)}[load_format]
 
 
 @each_back_end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,26 @@ def test_two_wide_copies_are_counted_where_bytes_must_be_decoded_before_they_are
     assert convert_nbytes(with_blocks(Blocks())) == 2 * 64 * 64 * 4
     assert convert_nbytes(with_blocks(Wide())) == 0  # decoded straight to their place
     assert convert_nbytes(plan_of(MODEL, scheme=Blocks())) == 0  # quantized straight out of the window
+
+
+def with_strides(**changes: Any) -> LoadPlan:
+    """The q projection [64, 64] is stored as the transpose of what it is."""
+    tensors, name = tensors_of(MODEL), "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = replace(tensors[name], strides=(1, 64), **changes)
+    return plan_of(MODEL, tensors)
+
+
+def test_a_copy_is_counted_where_a_tensor_that_is_read_whole_must_be_turned_round() -> None:
+    assert convert_nbytes(with_strides()) == 0  # copied to its place number by number
+    assert convert_nbytes(with_strides(big_endian=True)) == 64 * 64 * 2
+    assert convert_nbytes(with_strides(big_endian=True, rope_heads=4)) == 2 * 64 * 64 * 2
+
+
+def test_a_table_that_rows_are_picked_of_is_counted_twice() -> None:
+    """Its rows are no runs of bytes: the prompt's are taken from the whole of it, its bytes and its numbers."""
+    tensors, name = tensors_of(MODEL), "model.embed_tokens.weight"
+    tensors[name] = replace(tensors[name], strides=(1, 160), dtype=DType.F32, nbytes=160 * 64 * 4)
+    assert convert_nbytes(plan_of(MODEL, tensors)) == 2 * 160 * 64 * 4
 
 
 def test_a_limit_that_is_too_small_is_refused_with_every_part() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from examples.write_tiny_model import TinyModel
 from quant.registry import scheme_names
@@ -91,9 +92,18 @@ MISTAKES = {
     "a trace in no folder": (("generate", "{model}", "--ids", IDS, "--trace", "/no/where/t.json"), 2, "/no/where"),
     "a timeline that is no svg": (("generate", "{model}", "--ids", IDS, "--timeline", "t.png"), 2, "t.png"),
     "a context beyond the model's": (("generate", "{model}", "--ids", IDS, "--max-model-len", "999"), 2, "(512)"),
+    "a trace that is a folder": (("generate", "{model}", "--ids", IDS, "--trace", "{empty}"), 2, "is a folder"),
+    "a timeline that is a folder": (("generate", "{model}", "--ids", IDS, "--timeline", "."), 2, "is a folder"),
+    "logits into a folder": (("logits", "{model}", "--ids", IDS, "--out", "{empty}"), 2, "is a folder"),
+    "an option cut short": (("plan", "{model}", "--quantiz", "none"), 2, "--quantiz"),
+    "a source without a path": (("plan", "{model}", "--source", "=x."), 2, "--source: a path or a hub id is needed"),
+    "a source's empty pattern": (("plan", "{model}", "--source", "b=x.,"), 2, "patterns are names of files"),
+    "a chat without a tokenizer": (("chat", "{model}"), 1, "has no tokenizer.json"),
     "an output in no folder": (("logits", "{model}", "--ids", IDS, "--out", "/no/where/x.npy"), 2, "/no/where"),
     "a layer that is not there": (("inspect", "{model}", "--layer", "7"), 2, "'7' is not one of layers.0"),
     "a size of the head alone": (("plan", "{model}", "--quantize-head"), 2, "--quantize-head needs"),
+    "what only a run of bench finds": (("bench", "{model}", "--state", "warm", "--device", "cuda:77"), 2,
+                                       "bench: error: --device cuda:77"),
     "no rounds": (("bench", "{model}", "--rounds", "0"), 2, "--rounds 0"),
     "a chat in json": (("chat", "{model}", "--json"), 2, "chat has no --json"),
     "a model that is nowhere": (("generate", "/no/such/model", "--ids", IDS), 1, "/no/such/model"),
@@ -235,7 +245,15 @@ def test_generate_prints_ids_where_there_is_no_tokenizer(firstlayer: Callable[..
 def test_generate_ends_with_a_summary_on_stderr(firstlayer: Callable[..., Outcome], four_layers: Path) -> None:
     done = firstlayer("generate", four_layers, "--ids", IDS, "--max-tokens", 4, "--ignore-eos")
     assert done.status == 0
-    for word in ("first token", "first layer", "load done", "stalls", "memory", "4 tokens, ended by length"):
+    for word in (
+        "first token",
+        "first layer",
+        "load done",
+        "read with    direct: local files",
+        "stalls",
+        "memory",
+        "4 tokens, ended by length",
+    ):
         assert word in done.err
 
 
@@ -314,6 +332,27 @@ def test_bench_measures_in_processes_of_their_own(firstlayer: Callable[..., Outc
     assert found["warm"]["ttft_s"] > found["warm"]["from_load_s"] > 0
     assert found["warm"]["floor_s"] > 0
     assert len(found["rounds"]) == 1
+    assert (found["warm"]["load_format"], found["warm"]["read_strategy"]) == ("safetensors", "direct")
+
+
+def test_bench_of_made_up_weights_has_no_floor(firstlayer: Callable[..., Outcome], four_layers: Path) -> None:
+    done = firstlayer("bench", four_layers, "--state", "warm", "--load-format", "dummy")
+    lines = done.out.splitlines()
+    assert (done.status, lines[2]) == (0, "dummy, read with dummy: no file is read")
+    assert [word == "-" for word in lines[1].split()] == [False, True, False, True, False, True]
+
+
+def test_bench_hands_every_source_to_its_processes(
+    firstlayer: Callable[..., Outcome], tiny_folder: Callable[[TinyModel], Path], tmp_path: Path
+) -> None:
+    first = Path(shutil.copytree(tiny_folder(TinyModel(layers=2, files=1)), tmp_path / "first"))
+    tensors = load_file(first / "model.safetensors")
+    (tmp_path / "second").mkdir()
+    save_file({"weight": tensors.pop("lm_head.weight")}, tmp_path / "second" / "model.safetensors")
+    save_file(tensors, first / "model.safetensors")
+    done = firstlayer("bench", first, "--state", "warm", "--source", f"{tmp_path / 'second'}=lm_head.", "--json")
+    assert done.status == 0, done.err
+    assert json.loads(done.out)["rounds"][0]["bytes_read"] == sum(t.nbytes for t in tensors.values()) + 160 * 64 * 2
 
 
 # --- processes ------------------------------------------------------------------------------------------------------

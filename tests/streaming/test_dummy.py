@@ -122,6 +122,7 @@ def test_what_was_made_up_can_be_saved_and_loaded_again(tmp_path: Path, family: 
     [
         ({"safetensors_load_strategy": "direct"}, "--safetensors-load-strategy direct: format dummy reads no files"),
         ({"model_loader_extra_config": '{"num_threads": 2}'}, "model-loader-extra-config .*: format dummy reads no"),
+        ({"unwrap_names": True}, "--unwrap-names: format dummy reads no files"),
         ({"seed": -1}, "--seed -1"),
         ({"seed": True}, "--seed True"),
     ],

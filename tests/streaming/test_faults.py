@@ -303,6 +303,21 @@ def test_a_bias_of_zeros_and_a_sound_model_are_not_complained_of(
     assert told == []
 
 
+@pytest.mark.parametrize(("family", "complaints"), [("llama", 1), ("gemma", 0)])
+def test_a_norm_of_zeros_is_a_fault_but_where_weights_count_from_one(
+    family: str, complaints: int, tmp_path: Path
+) -> None:
+    def blank_norm(tensors: dict[str, torch.Tensor]) -> None:
+        if "model.norm.weight" in tensors:
+            tensors["model.norm.weight"].zero_()
+
+    tiny = write_tiny_model(tmp_path / "tiny", model=TinyModel(family=family, tied=family == "gemma"))
+    told: list[str] = []
+    with LLM(changed(tiny, tmp_path / "zero", blank_norm), hooks=Hooks(warn=told.append)) as llm:
+        llm.wait_loaded()
+    assert ["model.norm.weight" in line and "only zeros" in line for line in told] == [True] * complaints
+
+
 # --- files that change under the load -------------------------------------------------------------------------------
 
 

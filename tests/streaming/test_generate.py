@@ -208,6 +208,13 @@ def test_text_without_a_tokenizer_says_what_is_missing(llm: LLM) -> None:
     assert llm.has_tokenizer is False
 
 
+def test_an_answer_in_text_without_a_tokenizer_is_not_an_empty_one(llm: LLM) -> None:
+    from streaming.errors import StreamingError
+
+    with pytest.raises(StreamingError, match=r"pieces and complete give token ids: .* has no tokenizer\.json"):
+        list(llm.generate([1, 2], SamplingParams(max_tokens=2)))
+
+
 def test_a_cache_beyond_the_memory_that_was_granted_is_refused_with_both_numbers(float32_folder: Path) -> None:
     """Two prompts of 512 tokens: 2 x 3 layers x 2 x 2 heads x 512 x 16 x 4 bytes of cache; one was planned for."""
     from streaming.options import LoadOptions

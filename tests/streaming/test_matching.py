@@ -235,6 +235,19 @@ def test_an_order_of_groups_is_dropped_only_where_it_is_the_usual_one(case: str,
             plan_with(tensors, data, how)
 
 
+@pytest.mark.parametrize("order", "<>")
+def test_numbers_that_lie_apart_are_looked_at_without_those_between(order: str) -> None:
+    """A view of every second number of a storage, as torch.save keeps it."""
+    info = replace(tensor(G_IDX, (64,), dtype=DType.I32), nbytes=127 * 4, strides=(2,), big_endian=order == ">")
+    usual = [number for i in range(64) for number in (i // 16, 77)][:-1]
+    data = struct.pack(f"{order}127i", *usual)
+    assert plan_with(tensors_of(LLAMA) | {G_IDX: info}, data, {}).dropped[G_IDX].startswith("the order of groups")
+    bias = "model.layers.0.mlp.down_proj.bias"
+    zeros = replace(info, name=bias, dtype=DType.F32)
+    data = struct.pack(f"{order}127f", *[0.0, 77.0] * 63, 0.0)
+    assert plan_with(tensors_of(LLAMA) | {bias: zeros}, data, {}).dropped[bias].startswith("a bias of zeros")
+
+
 def plan_with(tensors: Tensors, data: bytes, raw: Mapping[str, object]) -> LoadPlan:
     """The plan where the small tensors hold `data` and config.json has `raw` besides."""
     config = parse_config(config_of(LLAMA))

@@ -21,8 +21,9 @@ from streaming import reading
 from streaming.errors import CheckpointError, WorkerError
 from streaming.open_files import state_of
 from streaming.read_plan import Piece, ReadPlan, Region
+from streaming.read_strategy import ReadMethod
 from streaming.reader import Completion, ProcessReader, Reader, ThreadReader, open_reader
-from tests.streaming.leftovers import nothing_left
+from tests.streaming.leftovers import nothing_left, open_descriptors
 from tests.streaming.waiting import SOON_S, in_background
 
 READERS = {"process": ProcessReader, "threads": ThreadReader}
@@ -217,6 +218,38 @@ def test_nothing_is_read_behind_a_fault(file: Path) -> None:
             thread.join(SOON_S)
         assert [(completion.piece, completion.error) for completion in take(reader, 1)] == [(0, errno.EIO)]
     assert begun == [0]
+
+
+def test_a_fault_that_nobody_foresaw_is_reported_too(file: Path) -> None:
+    """A thread that ends without a word would leave whoever waits for its piece waiting."""
+
+    def fail(piece: int) -> None:
+        raise ValueError("mmap length is greater than file size")
+
+    with closing(ThreadReader(final_plan(file), threads=1, before=fail)) as reader:
+        assert [(completion.piece, completion.error) for completion in take(reader, 1)] == [(0, errno.EIO)]
+
+
+@pytest.mark.parametrize("strategy", ["lazy", "eager", "prefetch"])
+def test_every_strategy_reports_a_fault_that_nobody_foresaw(file: Path, strategy: str) -> None:
+    def fail(piece: int) -> None:
+        raise MemoryError
+
+    method = ReadMethod(strategy=strategy, threads=1)
+    with closing(ThreadReader(final_plan(file), method=method, before=fail)) as reader:
+        assert [(completion.piece, completion.error) for completion in take(reader, 1)] == [(0, errno.ENOMEM)]
+
+
+@pytest.mark.parametrize("strategy", ["lazy", "eager", "prefetch", "direct"])
+def test_no_file_stays_open_behind_its_last_piece(file: Path, tmp_path: Path, strategy: str) -> None:
+    other = tmp_path / "other.bin"
+    other.write_bytes(file.read_bytes())
+    plan = final_plan(file, other)
+    with closing(ThreadReader(plan, method=ReadMethod(strategy=strategy))) as reader:
+        assert {completion.error for completion in take(reader, len(plan.pieces))} == {None}
+        deadline = time.monotonic() + SOON_S
+        while {str(file), str(other)} & set(open_descriptors().values()):
+            assert time.monotonic() < deadline  # a thread of prefetch may be behind the reader
 
 
 def test_a_reader_that_is_killed_in_the_middle_is_noticed_by_whoever_takes_completions(file: Path) -> None:

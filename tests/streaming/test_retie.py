@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from examples.write_tiny_model import TinyModel
 from streaming import LLM, Hooks, SamplingParams
+from streaming.errors import CheckpointError
 from streaming.reader import ProcessReader
+from streaming.retie import compare_tied
 
 
 @pytest.fixture
@@ -50,6 +54,27 @@ def test_equal_matrices_become_one_and_the_memory_of_the_other_is_given_back(
         assert readers[0].shared_nbytes <= kept - head.nbytes + (1 << 16)  # but for pages shared with neighbours
     assert first == again
     assert told == []
+
+
+def test_a_file_that_changes_before_its_matrices_are_compared_is_named(
+    twice: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are compared where they lie in it (`lazy`): behind its new end an access would end the process."""
+    file, compare = twice / "model.safetensors", compare_tied
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    padded = -(-(8 + size) // 64) * 64 - 8  # so that its data are aligned, and stay in the file
+    file.write_bytes(padded.to_bytes(8, "little") + data[8 : 8 + size].ljust(padded) + data[8 + size :])
+
+    def change_and_compare(*arguments: Any) -> None:
+        os.utime(file, ns=(1, 1))
+        compare(*arguments)
+
+    monkeypatch.setattr("streaming.model.compare_tied", change_and_compare)
+    with LLM(twice, safetensors_load_strategy="lazy") as llm:
+        assert llm.prepared.read_plan.mapped
+        with pytest.raises(CheckpointError, match="was written to since the load was planned"):
+            llm.wait_loaded()
 
 
 def test_a_tied_table_serves_a_quantized_head_too(tiny_folder: Callable[[TinyModel], Path]) -> None:

@@ -19,10 +19,11 @@ from safetensors.torch import load_file, save_file
 from examples.write_tiny_model import TinyModel
 from quant.registry import scheme_names
 from streaming import cli
-from streaming.errors import CheckpointError
+from streaming.errors import CheckpointError, OptionError, StreamingError
 from streaming.llm import LLM
 from streaming.options import LoadOptions
 from streaming.prepare import prepare
+from streaming.sharded_writer import wanted_manifest, writing
 from tests.streaming.resident import resident_model, run_resident, same_bits
 
 IDS = [3, 1, 4, 1, 5, 9]
@@ -294,6 +295,36 @@ def test_an_interrupt_leaves_nothing_wherever_it_comes(
     monkeypatch.setattr(Path, "rename", interrupt)
     assert "interrupted" in error_of(capfd, "save-shards", four_layers, "--out", out, "--quiet")
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"unwrap_names": True}, "--unwrap-names: the shards have the model's own names"),
+        (
+            {"model_loader_extra_config": {"enable_weights_track": False}},
+            "enable_weights_track false: the shards are whole or refused",
+        ),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(shards: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        prepare(str(shards), LoadOptions(**options))
+
+
+def test_what_another_process_writes_is_left_alone(four_layers: Path, tmp_path: Path) -> None:
+    """Two that save into one empty folder: the second is refused, and takes nothing of the first one's away."""
+    prepared, out = prepare(str(four_layers), LoadOptions()), tmp_path / "out"
+    other = out / f"{PART}.partial"
+
+    def save_beside(llm: LLM) -> None:
+        with writing(prepared, out, wanted_manifest(prepared)) as writer:
+            other.write_bytes(b"of another process")
+            llm.call(lambda runner, stop: writer.write(runner, stop=stop))
+
+    with LLM.start(prepared) as llm, pytest.raises(StreamingError, match="File exists"):
+        save_beside(llm)
+    assert other.read_bytes() == b"of another process"
 
 
 def test_inspect_says_what_is_there_as_stored(shards: Path, capfd: pytest.CaptureFixture[str]) -> None:

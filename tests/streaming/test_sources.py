@@ -147,6 +147,10 @@ def test_sources_that_cannot_be_are_refused(split: tuple[Path, Path], tmp_path: 
         prepare(str(gguf), LoadOptions(sources=[Source(path=str(second))]))
     with pytest.raises(OptionError, match="is a file; patterns choose files of a folder"):
         prepare(str(first), LoadOptions(sources=[Source(path=str(first / "model.safetensors"), patterns=("*",))]))
+    with pytest.raises(OptionError, match=r"patterns '\*\.bin': a tuple of names is needed"):
+        Source(path=str(second), patterns="*.bin")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="a list of Source values"):
+        LoadOptions(sources=Source(path=str(second)))  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="a list of Source values"):
         LoadOptions(sources=["encoder"])  # type: ignore[list-item]
 

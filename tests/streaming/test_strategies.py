@@ -70,7 +70,7 @@ def test_every_strategy_gives_the_resident_models_logits(
             assert same_bits(llm.logits(IDS), expected)
             found = llm.stats()
             assert found.read_strategy == (strategy or "direct")
-            assert found.bytes_read >= llm.prepared.plan.read_nbytes
+            assert found.bytes_read == llm.prepared.plan.read_nbytes
             assert ("local files" if strategy is None else f"-strategy {strategy}") in found.read_strategy_reason
             del llm
 
@@ -128,6 +128,15 @@ def test_lazy_keeps_aligned_weights_in_their_file_and_moves_the_others(aligned: 
                 assert param.data_ptr() % 64 == 0
             elif inside is not None:
                 assert not inside.startswith(str(aligned))
+
+
+def test_memory_that_cannot_be_had_leaves_no_map_open(aligned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr("streaming.device.arena_tensors", none_left)
+    with nothing_left(), pytest.raises(MemoryError):
+        LLM(aligned, safetensors_load_strategy="lazy")
 
 
 def test_a_kept_file_that_is_written_to_is_named_at_the_next_lease(aligned: Path, tmp_path: Path) -> None:
@@ -378,7 +387,7 @@ def test_the_plan_of_eager_counts_its_largest_file(four_layers: Path) -> None:
     eager = prepare(str(four_layers), LoadOptions(safetensors_load_strategy="eager")).budget
     assert (direct.file_nbytes, eager.file_nbytes) == (0, largest)
     assert eager.peak_nbytes - direct.peak_nbytes == largest
-    with pytest.raises(BudgetError, match="for the largest file, read whole"):
+    with pytest.raises(BudgetError, match="of files that the reader holds"):
         prepare(str(four_layers), LoadOptions(safetensors_load_strategy="eager", memory=direct.peak_nbytes))
 
 

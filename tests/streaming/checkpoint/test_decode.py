@@ -191,6 +191,18 @@ def test_plain_numbers(dtype: torch.dtype, big_endian: bool, heads: int) -> None
     assert torch.equal(decode_rows(info, content[8 * nbytes : 24 * nbytes], rows=(8, 24)), weight[part])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("target", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_a_shift_is_rounded_once_where_its_numbers_are_written(dtype: torch.dtype, target: torch.dtype) -> None:
+    """0.1 - 1 in float16 has fewer digits than in float32: the sum is made in the wider of float32 and the file's."""
+    stored = torch.from_numpy(1 + 0.9 * array(64)).to(dtype)
+    info = TensorInfo("t", (64,), from_torch(dtype), Path("m"), 0, stored.nbytes, shift=-1.0)
+    out = torch.empty(64, dtype=target)
+    decode_into(info, stored.view(torch.uint8), out, first_row=0)
+    wide = stored.double() - 1.0 if dtype is torch.float64 else stored.float() - 1.0
+    assert torch.equal(out, wide.to(target))
+
+
 def test_rows_of_half_a_head_are_refused() -> None:
     raw = random_blocks("Q8_0", 32, 32)
     info = info_of("Q8_0", raw, 32, rope_heads=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 from safetensors.numpy import save
 
 from streaming import cli
+from streaming.checkpoint import hub_partial
 from streaming.checkpoint.hub import Transfer
 from streaming.commands.transfer_line import TransferLine, transfer_line
 from tests.streaming.checkpoint.build import array, write_gguf
@@ -102,6 +104,8 @@ def test_offline_it_prints_what_is_there_or_says_what_is_not(
         (["acme/tiny", "--quantization", "int8_per_channel"], 2, "unrecognized arguments: --quantization"),
         (["acme/tiny@a", "--revision", "b"], 2, "two revisions are asked for"),
         (["acme/none"], 1, "has no such repository"),
+        (["https://host/x/"], 2, "nothing to fetch for https://host/x/: an address"),
+        (["acme/tiny", "--load-format", "remote"], 2, "nothing to fetch for format remote"),
         (["tiny"], 1, "not the name of a model on the hub"),
     ],
 )
@@ -177,3 +181,16 @@ def test_nothing_is_drawn_where_nobody_looks(stream: io.StringIO, enabled: bool)
     line.close()
     assert stream.getvalue() == ""
     assert line.nbytes_done == 1024
+
+
+def test_a_file_that_another_process_finished_meanwhile_is_taken_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between our opening it and our lock it became whole, under its own name: there is nothing left to fetch."""
+    etag = "e" * 40
+    blob, partial = tmp_path / etag, tmp_path / f"{etag}.partial"
+    partial.write_bytes(b"whole")
+    monkeypatch.setattr(fcntl, "flock", lambda *_: os.replace(partial, blob))
+    hub_partial._fetch_one(None, hub_partial._Remote("http://hub/file", {}, etag, 5), tmp_path, None)
+    assert [path.name for path in tmp_path.iterdir()] == [etag]
+    assert blob.read_bytes() == b"whole"

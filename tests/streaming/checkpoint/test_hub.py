@@ -54,6 +54,14 @@ def test_what_the_format_needs_is_fetched_and_nothing_else(hub: Hub, cache: Path
     assert set(open_checkpoint("acme/tiny").tensors) == {"x"}
 
 
+def test_mistrals_own_layout_is_fetched_by_its_format_alone(hub: Hub) -> None:
+    hub.add("acme/both", {**SMALL, **BESIDE, "model.safetensors": WEIGHTS, "params.json": b"{ }"})
+    own = ["config.json", "consolidated.safetensors", "params.json", "tokenizer.json"]
+    for _ in range(2):  # fetched, and then found
+        assert files_in(locate("acme/both", load_format="mistral")) == own
+        assert hub.fetched() == own
+
+
 def test_what_the_cache_has_is_not_asked_for(hub: Hub) -> None:
     folder = locate("acme/tiny")
     hub.requests.clear()

@@ -40,6 +40,24 @@ def test_an_existing_path_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.M
     assert locate(root) == root
 
 
+def test_a_home_folder_is_found_where_no_shell_has_seen_the_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write_folder(tmp_path / "models", {"model.safetensors": {"x": array(2)}})
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert locate("~/models") == root
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}/none: no such folder or file"):
+        locate("~/none")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_a_file_beside_the_weights_is_answered_with_the_folder(name: str, tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "model", {"model.safetensors": {"x": array(2)}})
+    (root / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=f"is no weights file; give the folder that holds the model, {root}$"):
+        open_checkpoint(root / name)
+
+
 def test_a_path_that_is_not_there_says_where_it_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for missing in (

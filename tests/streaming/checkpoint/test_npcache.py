@@ -182,6 +182,16 @@ def test_a_full_disk_is_said_in_one_line_and_leaves_nothing(folder: Path, monkey
     assert caches(folder) == []
 
 
+def test_few_numbers_that_are_repeated_without_end_do_not_fill_the_disk(folder: Path) -> None:
+    """Each tensor may repeat some; a thousand of them are a file of 100 KB that would be written as 16 GB."""
+    repeated = {f"layer {i}": torch.zeros(1).expand(1 << 22) for i in range(5)}
+    torch.save(repeated, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"would take 83,886,080 bytes .* --load-format hf needs none") as caught:
+        opened(folder)
+    assert str(folder) in str(caught.value)
+    assert caches(folder) == []
+
+
 def test_a_folder_that_cannot_be_written_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(*_args: Any, **_options: Any) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -255,3 +265,10 @@ def test_plain_arrays_are_written_without_torch(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     check(root, {"x": torch.ones(3, 4)})
+
+
+def test_a_name_that_the_cache_cannot_hold_is_refused_before_anything_is_written(folder: Path) -> None:
+    torch.save({**tensors(), "__metadata__": torch.ones(2)}, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: a tensor is called '__metadata__'"):
+        opened(folder)
+    assert caches(folder) == []

@@ -18,6 +18,8 @@ from streaming.cli import run
 from streaming.errors import CheckpointError
 from streaming.options import LoadOptions
 from streaming.prepare import prepare
+from tests.streaming.checkpoint.hub_server import Hub
+from tests.streaming.remote.range_server import serving
 
 MODEL = TinyModel(layers=3, files=1)
 IDS = [3, 17, 99, 4]
@@ -61,6 +63,41 @@ def test_a_vision_towers_file_is_not_opened(whole: Path, tmp_path: Path) -> None
     assert set(plan.dropped) == set(towers)
     assert list(plan.unused.values()) == [len(b"no header in here")]
     assert np.array_equal(logits_of(folder), logits_of(whole))
+
+
+@pytest.fixture
+def seeing(tmp_path: Path) -> Path:
+    """A model with a vision tower in a file of its own."""
+    config = {
+        "model_type": "llava",
+        "architectures": ["LlavaForConditionalGeneration"],
+        "text_config": config_of(MODEL),
+    }
+    tower = {"vision_tower.a.weight": "vision.safetensors"}
+    return write(tmp_path / "seeing", config, prefix="language_model.", elsewhere=tower)
+
+
+def test_from_the_hub_such_a_file_is_not_fetched(seeing: Path, hub: Hub) -> None:
+    hub.add("acme/seeing", {path.name: path.read_bytes() for path in seeing.iterdir()})
+    plan = prepare("acme/seeing", LoadOptions()).plan
+    assert hub.fetched() == ["config.json", "language.safetensors", INDEX]
+    assert (list(plan.dropped), dict(plan.unused)) == (["vision_tower.a.weight"], {})
+    hub.requests.clear()
+    assert prepare("acme/seeing", LoadOptions()).plan.read_nbytes == plan.read_nbytes
+    assert hub.requests == []  # what is there is whole
+
+
+def test_from_an_address_such_a_file_is_not_asked_for(
+    seeing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FIRSTLAYER_CACHE", str(tmp_path / "small"))
+    with serving(seeing) as server:
+        prepared = prepare(server.url, LoadOptions())
+        assert prepared.plan.read_nbytes == prepare(str(seeing), LoadOptions()).plan.read_nbytes
+        assert list(prepared.plan.dropped) == ["vision_tower.a.weight"]
+        (file,) = prepared.checkpoint.unopened
+        assert str(file.file) == f"{server.url}vision.safetensors"
+        assert server.asked("vision.safetensors") == 0
 
 
 def test_the_listing_of_files_tells_of_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from streaming import LayerLoadError
+from streaming import LLM, LayerLoadError
 from streaming.checkpoint import open_checkpoint
 from streaming.checkpoint.remote_file import RemoteFile
+from streaming.options import LoadOptions
+from streaming.prepare import prepare
+from streaming.reading_records import RECORD
 from streaming.remote.copies import Copies, PartialCopy
 from streaming.remote.ranges import RangeFetcher
-from streaming.remote.reading import Piece, RunFiller
+from streaming.remote.reading import IN_WORDS, Piece, RunFiller
+from streaming.sharded_writer import source_digest
 from tests.streaming.remote.range_server import RangeServer
 from tests.streaming.remote.remote_model import FIRST, HASTY, SECOND, logits, on_weights
 
@@ -51,6 +55,27 @@ def test_a_load_that_fails_leaves_no_copy(server: RangeServer, tmp_path: Path) -
     with pytest.raises(LayerLoadError):
         logits(server.url, remote_cache=str(copies))
     assert not [path for path in copies.rglob("*") if path.is_file()]
+
+
+def test_a_layer_alone_brings_no_other_bytes_and_keeps_no_copy(server: RangeServer, tmp_path: Path) -> None:
+    """A copy would be finished at the end: the whole model for the sake of one layer."""
+    copies = tmp_path / "copies"
+    LLM.load_layer(server.url, 0, remote_cache=str(copies))
+    assert not [path for path in copies.rglob("*") if path.is_file()]
+
+
+def test_shards_of_another_version_of_a_remote_model_are_not_taken_for_the_same(
+    server: RangeServer, folder: Path
+) -> None:
+    def digest() -> str:
+        return source_digest(prepare(server.url, LoadOptions()))
+
+    before = digest()
+    assert digest() == before
+    data = bytearray((folder / FIRST).read_bytes())
+    data[-64:] = bytes(64)
+    (folder / FIRST).write_bytes(data)
+    assert digest() != before
 
 
 def test_a_copy_of_the_wrong_size_is_not_read(server: RangeServer, expected: torch.Tensor, tmp_path: Path) -> None:
@@ -94,3 +119,20 @@ def test_a_full_disk_costs_the_copy_and_not_the_load(
     ]
     assert not list((tmp_path / "copies").iterdir())
     os.close(memory)
+
+
+def test_a_fault_that_nobody_foresaw_is_told_in_words(tmp_path: Path) -> None:
+    """A thread that ends without a word would leave whoever waits for its piece waiting."""
+
+    class Broken:
+        def fetch(self, *_: object) -> None:
+            raise ValueError("nobody thought of this")
+
+    said: list[dict[str, object]] = []
+    reported: list[bytes] = []
+    file = RemoteFile("http://host/model.safetensors", 1000)
+    copies = Copies([file], "token", said.append)
+    filler = RunFiller([file], [-1], Broken(), copies, reported.append, said.append)  # type: ignore[arg-type]
+    assert not filler.fill([Piece(3, 0, 500, 60, 0, 40, 0)])
+    assert said == [{"piece": 3, "words": "ValueError: nobody thought of this"}]
+    assert [RECORD.unpack(record)[:2] for record in reported] == [(3, IN_WORDS)]

@@ -113,6 +113,13 @@ def test_neighbouring_pieces_are_one_request_and_distant_ones_are_not() -> None:
     assert [[piece.index for piece in run] for run in runs(near + far)] == [[1, 0, 2], [5], [3], [4]]
 
 
+def test_one_file_of_several_and_a_missing_tokenizer_name_the_address(server: RangeServer) -> None:
+    with pytest.raises(CheckpointError, match=rf"is file 1 of 2; give the folder, {server.url}$"):
+        open_checkpoint(f"{server.url}model-00001-of-00002.safetensors")
+    with LLM(server.url) as llm, pytest.raises(CheckpointError, match=rf"^{server.url}: has no tokenizer\.json"):
+        list(llm.generate("text"))
+
+
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [
@@ -125,6 +132,7 @@ def test_neighbouring_pieces_are_one_request_and_distant_ones_are_not() -> None:
         ("http://host/a b", {}, "no spaces"),
         ("http://host/x", {"load_format": "gguf"}, "--load-format gguf reads local files"),
         ("http://host/x", {"revision": "main"}, "belongs to hub ids"),
+        ("https://huggingface.co/acme/tiny", {}, "is a model's page; give its name on the hub, acme/tiny$"),
         (".", {"load_format": "remote"}, "--load-format remote needs an address"),
         (".", {"remote_cache": "/tmp/x"}, "--remote-cache /tmp/x belongs to addresses"),
     ],

@@ -132,7 +132,7 @@ def _of_words(decoder: dict[str, Any] | None, words: list[str] = _WORDS) -> Toke
     model = {"type": "WordLevel", "vocab": {word: index for index, word in enumerate(words)}, "unk_token": "[UNK]"}
     parts = {"normalizer": None, "pre_tokenizer": None, "post_processor": None, "decoder": decoder}
     backend = tokenizers.Tokenizer.from_str(json.dumps({"version": "1.0", "added_tokens": [], "model": model, **parts}))
-    return FastTokenizer(backend, TokenizerSettings())
+    return FastTokenizer(backend, TokenizerSettings(), source="tokenizer.json")
 
 
 _REPLACE = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}

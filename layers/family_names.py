@@ -1,0 +1,37 @@
+"""Which families and multimodal models there are, by name alone: only the one that is asked for is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+FAMILY_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "cohere": ("CohereForCausalLM",),
+    "gemma": ("GemmaForCausalLM",),
+    "gemma2": ("Gemma2ForCausalLM",),
+    "gemma3_text": ("Gemma3ForCausalLM",),
+    "glm": ("GlmForCausalLM",),
+    "glm4": ("Glm4ForCausalLM",),
+    "gpt2": ("GPT2LMHeadModel",),
+    "granite": ("GraniteForCausalLM",),
+    "llama": ("LlamaForCausalLM", "LLaMAForCausalLM"),
+    "mistral": ("MistralForCausalLM",),
+    "olmo2": ("Olmo2ForCausalLM",),
+    "phi": ("PhiForCausalLM",),
+    "phi3": ("Phi3ForCausalLM",),
+    "qwen2": ("Qwen2ForCausalLM",),
+    "qwen3": ("Qwen3ForCausalLM",),
+    "stablelm": ("StableLmForCausalLM",),
+})  # fmt: skip
+"""model_type -> architectures of the families of `layers.models`."""
+
+MULTIMODAL_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "gemma3": ("Gemma3ForConditionalGeneration",),
+    "llava": ("LlavaForConditionalGeneration",),
+    "llava_next": ("LlavaNextForConditionalGeneration",),
+    "mistral3": ("Mistral3ForConditionalGeneration",),
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration",),
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration",),
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration",),
+})  # fmt: skip
+"""model_type -> architectures of the models of `layers.multimodal`."""
