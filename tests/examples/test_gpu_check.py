@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from examples import gpu_check
 from examples.gpu_check import Claim, NoWaits, Run
 from examples.gpu_measure import ONE_BILLION, Gpu, copy_rate, write_random_checkpoint
-from examples.write_tiny_model import TinyModel, tensor_shapes
+from examples.write_tiny_model import ARCHITECTURES, TinyModel, tensor_shapes
 from quant.registry import scheme_names
 from streaming import Summary
 from streaming.trace import Span
