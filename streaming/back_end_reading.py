@@ -21,11 +21,12 @@ from typing import Protocol
 from streaming.open_files import CHANGED, FileState, state_of
 from streaming.read_strategy import BATCH_NBYTES
 from streaming.reading_records import COUNT, RECORD, SHORT
+from streaming.window_room import Batches
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """One piece: where it is, and which bytes of which memory it becomes."""
+    """One piece: where it is, which bytes of which memory it becomes, and after how many released items."""
 
     index: int
     path: str
@@ -33,6 +34,7 @@ class Wanted:
     nbytes: int
     region: int
     dest: int
+    released: int
 
 
 class Fetch(Protocol):
@@ -44,39 +46,14 @@ class Fetch(Protocol):
 OpenFetch = Callable[[Sequence[memoryview]], Fetch]  # from the regions' memory
 
 
-class Batches:
-    """Pieces in plan order, as many at once as have room."""
-
-    def __init__(self, pieces: Sequence[Sequence[int]], paths: Sequence[str]) -> None:
-        self._pieces, self._paths, self._next, self._released = pieces, paths, 0, 0
-        self._changed = threading.Condition()
-
-    def release(self, count: int) -> None:
-        """`count` window items have been released in all."""
-        with self._changed:
-            self._released = max(self._released, count)
-            self._changed.notify_all()
-
-    def take(self) -> list[Wanted]:
-        """The next batch; waits for room. Empty when nothing is left."""
-        found: list[Wanted] = []
-        with self._changed:
-            while self._next < len(self._pieces):
-                file, offset, nbytes, region, dest, released = self._pieces[self._next]
-                if released > self._released:
-                    if found:
-                        break
-                    self._changed.wait()
-                    continue
-                if found and sum(each.nbytes for each in found) + nbytes > BATCH_NBYTES:
-                    break
-                found.append(Wanted(self._next, self._paths[file], offset, nbytes, region, dest))
-                self._next += 1
-        return found
+def open_batches(pieces: Sequence[Sequence[int]], paths: Sequence[str]) -> Batches[Wanted]:
+    """The plan's pieces (file, offset, nbytes, region, dest, released), as many at once as have room."""
+    wanted = [Wanted(index, paths[file], *rest) for index, (file, *rest) in enumerate(pieces)]
+    return Batches(wanted, limit_nbytes=BATCH_NBYTES)
 
 
 def fetch_all(
-    batches: Batches,
+    batches: Batches[Wanted],
     fetch: Fetch,
     states: dict[str, FileState],
     report: Callable[[bytes], None],
@@ -114,7 +91,7 @@ def main(open_fetch: OpenFetch) -> None:
     job = json.loads(sys.stdin.buffer.readline())
     records = os.dup(1)
     os.dup2(2, 1)  # whatever a package prints must not mix with the records
-    batches = Batches(job["pieces"], job["paths"])
+    batches = open_batches(job["pieces"], job["paths"])
     states: dict[str, FileState] = {path: tuple(state) for path, state in zip(job["paths"], job["states"], strict=True)}
 
     def complain(error: Exception) -> None:

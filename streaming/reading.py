@@ -22,6 +22,7 @@ from streaming.reading_records import COUNT as COUNT
 from streaming.reading_records import RECORD as RECORD
 from streaming.reading_records import SHORT as SHORT
 from streaming.reading_records import fault_code
+from streaming.window_room import WindowRoom
 
 BUFFER_NBYTES = 1 << 20
 
@@ -43,20 +44,15 @@ class PieceReader:
     ) -> None:
         self._pieces, self._descriptors, self._fill = pieces, descriptors, fill
         self._report, self._before = report, before
-        self._next, self._released, self._stopped = 0, 0, False
-        self._changed = threading.Condition()
+        self._next, self._room = 0, WindowRoom()
 
     def release(self, count: int) -> None:
         """`count` window items have been released in all."""
-        with self._changed:
-            self._released = max(self._released, count)
-            self._changed.notify_all()
+        self._room.release(count)
 
     def stop(self) -> None:
         """Take no further piece."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
+        self._room.stop()
 
     def run(self) -> None:
         """Read until no piece is left, one fails, or stop() is called."""
@@ -68,12 +64,12 @@ class PieceReader:
                 self.stop()
 
     def _take(self) -> int | None:
-        with self._changed:
-            while not self._stopped and self._next < len(self._pieces):
-                if self._pieces[self._next][5] <= self._released:
+        with self._room.changed:
+            while not self._room.stopped and self._next < len(self._pieces):
+                if self._pieces[self._next][5] <= self._room.released:
                     self._next += 1
                     return self._next - 1
-                self._changed.wait()
+                self._room.changed.wait()
             return None
 
     def _read(self, index: int) -> int:

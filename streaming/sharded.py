@@ -19,7 +19,15 @@ from typing import Any
 from quant.dtypes import DType
 from quant.registry import scheme_names
 from streaming.checkpoint.files import read_json_object
-from streaming.checkpoint.members import CONFIG, SHARDED, Listing, hub_root_of, list_folder, member_fault
+from streaming.checkpoint.members import (
+    CONFIG,
+    SHARDED,
+    Listing,
+    hub_root_of,
+    list_folder,
+    member_fault,
+    read_member_object,
+)
 from streaming.checkpoint.report import Report
 from streaming.checkpoint.safetensors import read_safetensors_header
 from streaming.checkpoint.tensors import Checkpoint, TensorInfo
@@ -103,8 +111,8 @@ def open_sharded(root: Path) -> Checkpoint:
     manifest = read_manifest(root)
     _check_topology(root, manifest, Topology())
     report = Report(root)
-    config = _read_json(root, CONFIG, report)
-    metadata = _read_json(root, GGUF_METADATA, report) if (root / GGUF_METADATA).exists() else {}
+    config = read_member_object(root / CONFIG, report)
+    metadata = read_member_object(root / GGUF_METADATA, report) if (root / GGUF_METADATA).exists() else {}
     files = [file for file in manifest.files if int(_rank(file.name)) == Topology().rank]
     tensors: dict[str, TensorInfo] = {}
     for file in files:
@@ -121,16 +129,6 @@ def _check_topology(root: Path, manifest: Manifest, here: Topology) -> None:
     saved = Topology(manifest.tensor_parallel_size, manifest.expert_parallel_size)
     if str(saved) != str(here):
         raise CheckpointError(f"{root}: was saved for {saved}; this run has {here}: save it again for these")
-
-
-def _read_json(root: Path, name: str, report: Report) -> dict[str, Any]:
-    try:
-        if fault := member_fault(root / name, hub_root_of(root)):
-            raise CheckpointError(f"{root / name}: {fault}")
-        return read_json_object(root / name)
-    except CheckpointError as error:
-        report.absorb(error)
-        return {}
 
 
 def _read_part(root: Path, file: ShardFile, report: Report) -> Mapping[str, TensorInfo]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 from streaming.open_files import OpenFiles
 from streaming.reading_records import RECORD, SHORT, fault_code
+from streaming.window_room import WindowRoom
 
 STEP_NBYTES = 8 << 20
 FINAL = 0  # the region whose pieces have room from the start
@@ -50,8 +50,7 @@ class WholeFileReader:
     ) -> None:
         self._pieces, self._files, self._put = pieces, files, put
         self._report, self._before = report, before
-        self._released, self._stopped = 0, False
-        self._changed = threading.Condition()
+        self._room = WindowRoom()
         self._held, self._data = -1, memoryview(b"")
         self._done: set[int] = set()
         self._free: dict[int, list[int]] = {}
@@ -61,15 +60,11 @@ class WholeFileReader:
 
     def release(self, count: int) -> None:
         """`count` window items have been released in all."""
-        with self._changed:
-            self._released = max(self._released, count)
-            self._changed.notify_all()
+        self._room.release(count)
 
     def stop(self) -> None:
         """Read and cut nothing more."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
+        self._room.stop()
 
     def run(self) -> None:
         """Read until no piece is left, one fails, or stop() is called."""
@@ -78,9 +73,9 @@ class WholeFileReader:
                 return
 
     def _await(self, released: int) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped or self._released >= released)
-            return not self._stopped
+        with self._room.changed:
+            self._room.changed.wait_for(lambda: self._room.stopped or self._room.released >= released)
+            return not self._room.stopped
 
     def _read(self, index: int, file: int) -> bool:
         """Cut the piece, and with a file that is new in memory all of its pieces that have room already."""
@@ -115,7 +110,7 @@ class WholeFileReader:
 
     def _fill(self, descriptor: int) -> int:
         done = 0
-        while done < len(self._data) and not self._stopped:
+        while done < len(self._data) and not self._room.stopped:
             got = os.preadv(descriptor, [self._data[done : done + STEP_NBYTES]], done)
             if got == 0:
                 break
@@ -125,7 +120,7 @@ class WholeFileReader:
     def _cut(self, index: int, start: float) -> bool:
         _, offset, nbytes, region, dest, _ = self._pieces[index]
         data, code = self._data[offset : offset + nbytes], 0
-        if self._stopped:
+        if self._room.stopped:
             return False
         try:
             if len(data) < nbytes:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from streaming.checkpoint.file_kinds import HF_KINDS, FileKind, Header
-from streaming.checkpoint.files import read_json_object
 from streaming.checkpoint.index import read_index
 from streaming.checkpoint.members import (
     CONFIG,
@@ -26,6 +25,7 @@ from streaming.checkpoint.members import (
     hub_root_of,
     list_folder,
     member_fault,
+    read_member_object,
 )
 from streaming.checkpoint.report import Report
 from streaming.checkpoint.tensors import Checkpoint, TensorInfo
@@ -105,14 +105,7 @@ def _read_config(root: Path, report: Report) -> dict[str, Any]:
     if not os.path.lexists(path):
         report.add(f"{path}: is missing; a Hugging Face model folder has its configuration there")
         return {}
-    if fault := member_fault(path, hub_root_of(root)):
-        report.add(f"{path}: {fault}")
-        return {}
-    try:
-        return read_json_object(path)
-    except CheckpointError as error:
-        report.absorb(error)
-        return {}
+    return read_member_object(path, report)
 
 
 def _choose_kind(listing: Listing, kinds: tuple[FileKind, ...]) -> FileKind | None:

@@ -6,8 +6,10 @@ import os
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
-from streaming.checkpoint.files import open_fault
+from streaming.checkpoint.files import open_fault, read_json_object
+from streaming.checkpoint.report import Report
 from streaming.errors import CheckpointError
 
 SAFETENSORS, GGUF = "*.safetensors", "*.gguf"
@@ -64,6 +66,18 @@ def member_fault(path: Path, hub_root: Path | None) -> str | None:
     if hub_root is not None and not Path(os.path.realpath(path)).is_relative_to(hub_root):
         return f"is a link out of the hub's cache {hub_root} (to {os.path.realpath(path)}), which is not allowed"
     return None
+
+
+def read_member_object(path: Path, report: Report) -> dict[str, Any]:
+    """A JSON file of the folder that may be followed, as an object; {} where it cannot be read, which is reported."""
+    if fault := member_fault(path, hub_root_of(path.parent)):
+        report.add(f"{path}: {fault}")
+        return {}
+    try:
+        return read_json_object(path)
+    except CheckpointError as error:
+        report.absorb(error)
+        return {}
 
 
 def hub_root_of(root: Path) -> Path | None:

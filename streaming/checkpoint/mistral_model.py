@@ -15,7 +15,6 @@ from typing import Any
 
 from layers.config_fields import Fields
 from streaming.checkpoint.file_kinds import PT_KINDS, SAFETENSORS_KIND, FileKind
-from streaming.checkpoint.files import read_json_object
 from streaming.checkpoint.index import read_index
 from streaming.checkpoint.members import (
     CONSOLIDATED,
@@ -24,6 +23,7 @@ from streaming.checkpoint.members import (
     hub_root_of,
     list_folder,
     member_fault,
+    read_member_object,
 )
 from streaming.checkpoint.mistral_config import mistral_config
 from streaming.checkpoint.mistral_names import hub_name
@@ -70,14 +70,7 @@ def _read_params(root: Path, report: Report) -> dict[str, Any]:
     if not os.path.lexists(path):
         report.add(f"{path}: is missing; Mistral's own layout has its configuration there")
         return {}
-    if fault := member_fault(path, hub_root_of(root)):
-        report.add(f"{path}: {fault}")
-        return {}
-    try:
-        return read_json_object(path)
-    except CheckpointError as error:
-        report.absorb(error)
-        return {}
+    return read_member_object(path, report)
 
 
 def _choose(path: Path, report: Report) -> tuple[tuple[str, ...], FileKind]:

@@ -25,6 +25,7 @@ from streaming.errors import StreamingError
 from streaming.reading import COUNT, RECORD, fill_shared, write_fully
 from streaming.remote.copies import Copies, Say
 from streaming.remote.ranges import RangeFetcher, RetryPolicy
+from streaming.window_room import Batches
 
 BATCH_NBYTES = 8 << 20  # pieces that one thread takes at once
 GAP_NBYTES = 64 << 10  # unneeded bytes between two pieces that are read along: cheaper than another request
@@ -60,48 +61,6 @@ def runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         run.append(piece)
     if run:
         yield run
-
-
-class Batches:
-    """Hands out pieces in plan order, several at a time, each only once the window has room for it."""
-
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = pieces
-        self._next, self._released, self._stopped = 0, 0, False
-        self._changed = threading.Condition()
-
-    def release(self, count: int) -> None:
-        """`count` window items have been released in all."""
-        with self._changed:
-            self._released = max(self._released, count)
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        """Hand out nothing more."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-
-    def take(self) -> list[Piece]:
-        """The next pieces; none at the end. Only the first is waited for, so nothing can wait for each other."""
-        with self._changed:
-            while not self._stopped and self._next < len(self._pieces):
-                if batch := self._ready():
-                    self._next += len(batch)
-                    return batch
-                self._changed.wait()
-            return []
-
-    def _ready(self) -> list[Piece]:
-        batch: list[Piece] = []
-        nbytes = 0
-        for index in range(self._next, len(self._pieces)):
-            piece = self._pieces[index]
-            nbytes += piece.nbytes
-            if piece.released > self._released or (batch and nbytes > BATCH_NBYTES):
-                break
-            batch.append(piece)
-        return batch
 
 
 class RunFiller:
@@ -194,7 +153,7 @@ class Writer:
         self.write(json.dumps(line).encode() + b"\n")
 
 
-def _carry_out(job: dict[str, Any], batches: Batches) -> None:
+def _carry_out(job: dict[str, Any], batches: Batches[Piece]) -> None:
     """Read everything; then finish the copies, unless something failed."""
     files = [_file(*entry) for entry in zip(job["files"], job["descriptors"], strict=True)]
     report, words = Writer(1).write, Writer(job["words"])
@@ -231,7 +190,7 @@ def _file(entry: dict[str, Any] | None, descriptor: int) -> int | RemoteFile:
 def main() -> None:
     """Serve one job from standard input; its end means: stop."""
     job = json.loads(sys.stdin.buffer.readline())
-    batches = Batches([Piece(index, *piece) for index, piece in enumerate(job["pieces"])])
+    batches = Batches([Piece(index, *piece) for index, piece in enumerate(job["pieces"])], limit_nbytes=BATCH_NBYTES)
     threading.Thread(target=_carry_out, args=(job, batches), daemon=True).start()
     while len(count := sys.stdin.buffer.read(COUNT.size)) == COUNT.size:
         batches.release(COUNT.unpack(count)[0])

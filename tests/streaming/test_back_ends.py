@@ -11,7 +11,7 @@ import pytest
 
 from examples.write_tiny_model import TinyModel, write_tiny_model
 from streaming import LLM, LayerLoadError
-from streaming.back_end_reading import Batches, fetch_all
+from streaming.back_end_reading import fetch_all, open_batches
 from streaming.errors import CheckpointError, OptionError
 from streaming.options import LoadOptions
 from streaming.prepare import Prepared, prepare
@@ -94,7 +94,7 @@ def test_a_batch_holds_what_has_room_in_plan_order_up_to_its_bytes() -> None:
         (0, 0, 1, 1, 0, 2),
         (0, 1, 1, 1, 0, 2),
     ]
-    batches = Batches(pieces, ["/file"])
+    batches = open_batches(pieces, ["/file"])
     assert [wanted.index for wanted in batches.take()] == [0, 1]
     assert [wanted.index for wanted in batches.take()] == [2]
     later = in_background(batches.take)
@@ -117,6 +117,6 @@ def test_a_batch_that_fails_is_told_piece_by_piece(tmp_path: Path) -> None:
 
     pieces = [(0, 0, 50, 0, 0, 0), (0, 90, 20, 0, 50, 0), (0, 0, 1, 0, 0, 0)]
     complaints: list[Exception] = []
-    fetch_all(Batches(pieces, [str(file)]), fetch, states, records.append, complaints.append)
+    fetch_all(open_batches(pieces, [str(file)]), fetch, states, records.append, complaints.append)
     assert complaints == []  # the file explains it
     assert [RECORD.unpack(record)[:2] for record in records] == [(0, 0), (1, SHORT)]
