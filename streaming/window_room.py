@@ -32,10 +32,14 @@ class Sized(Protocol):
     """A piece of the plan: its bytes, and how many window items must have been released before it is read."""
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Its bytes."""
+        ...
 
     @property
-    def released(self) -> int: ...
+    def released(self) -> int:
+        """The window items that must have been released before it is read."""
+        ...
 
 
 P = TypeVar("P", bound=Sized)
