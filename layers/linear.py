@@ -15,6 +15,7 @@ from layers.context import StepContext
 from layers.weights import ParamSpec
 from quant.dtypes import to_torch
 from quant.packed import PackedLinear
+from quant.sections import cut_rows
 
 
 class Linear(nn.Module):
@@ -89,15 +90,5 @@ def declare(module: nn.Module, spec: ParamSpec) -> None:
 def stored_rows(
     stored: Mapping[str, torch.Tensor], *, row_multiple: int, start: int, stop: int
 ) -> dict[str, torch.Tensor]:
-    """Views of the stored tensors for rows [start, stop) of a weight of one section.
-
-    The weight has a row for each; scales have one for each `row_multiple` rows (which divides `start`), or belong to
-    the whole weight where that is 0.
-    """
-
-    def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name == "weight":
-            return tensor[start:stop]
-        return tensor if row_multiple == 0 else tensor[start // row_multiple : -(-stop // row_multiple)]
-
-    return {name: cut(name, tensor) for name, tensor in stored.items()}
+    """Views of the stored tensors for rows [start, stop) of a weight of one section (see quant.sections.cut_rows)."""
+    return cut_rows(stored, rows=stored["weight"].shape[0], multiple=row_multiple, start=start, stop=stop)

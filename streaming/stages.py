@@ -9,6 +9,7 @@ import torch
 
 from layers.weights import ParamKind
 from quant.dtypes import DType, to_torch
+from quant.sections import cut_rows
 from streaming.checkpoint.decode import decode_into
 from streaming.plan import LoadItem
 
@@ -60,13 +61,8 @@ def item_views(item: LoadItem, stored: Mapping[str, torch.Tensor]) -> dict[str, 
         multiple = 1
     if item.section_rows == (0, rows):
         return views
-    return {name: _rows_of(view, item.section_rows, rows, multiple) for name, view in views.items()}
-
-
-def _rows_of(view: torch.Tensor, run: tuple[int, int], rows: int, multiple: int) -> torch.Tensor:
-    if view.shape[0] == rows:
-        return view[run[0] : run[1]]
-    return view[run[0] // multiple : -(-run[1] // multiple)]  # one row of scales per block of rows
+    start, stop = item.section_rows
+    return cut_rows(views, rows=rows, multiple=multiple, start=start, stop=stop)
 
 
 def slice_item(item: LoadItem, raw: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
