@@ -26,7 +26,9 @@ from quant.cpu_features import CpuFeatures
 from quant.dtypes import DType, to_torch
 from quant.kernels import KernelMode, Kernels
 from quant.packed import pack
+from quant.percentile import takes_percentile, with_percentile
 from quant.registry import scheme_by_name, scheme_names
+from quant.scheme import Scheme
 from streaming.panel_pool import PanelPool
 
 Run = Callable[[], object]
@@ -35,6 +37,8 @@ Stored = dict[str, torch.Tensor]
 SHAPES = ((8192, 2048), (2048, 8192), (9728, 2560))
 ROWS = (1, 8, 32, 512)
 QUANTIZED = tuple(name for name in scheme_names() if name != "none")
+PERCENTILE = 99.9
+CLIPPED = tuple(f"{name}, percentile {PERCENTILE}" for name in QUANTIZED if takes_percentile(scheme_by_name(name)))
 LARGEST_PACKED_ROWS = 64  # torch's int8 product is far behind for more
 
 
@@ -56,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*quantized tensor creation functions", category=UserWarning)
         print_products(shapes, rows, options.threads, seconds=seconds)
-        print_quantization(shapes[0], options.threads, seconds=seconds)
+        print_quantization(shapes, options.threads, seconds=seconds)
 
 
 def capability_line() -> str:
@@ -140,7 +144,7 @@ def chosen_runs(weight: torch.Tensor, x: torch.Tensor, pool: PanelPool) -> Mappi
             add(f"{name}, chosen without bf16 instructions", name, stored, strips)
         add(f"{name}, exact", name, stored, exact)
         (packed,) = pack([(scheme_by_name(name), stored)], kernels=kernels)
-        if packed is not None and x.shape[0] == 1:
+        if packed is not None and packed.linear(x, None) is not None:
             runs[f"{name}, fast"] = partial(packed.linear, x, None)
     return runs
 
@@ -156,26 +160,35 @@ def _works(run: Run) -> bool:
 # --- quantization ---------------------------------------------------------------------------------------------------
 
 
-def print_quantization(shape: tuple[int, int], threads: Sequence[int], *, seconds: float) -> None:
-    """GB/s of bfloat16 that go in, each thread working on a weight of its own, and the rate of a plain copy."""
-    weight = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+def print_quantization(shapes: Sequence[tuple[int, int]], threads: Sequence[int], *, seconds: float) -> None:
+    """GB/s of bfloat16 that go in, each thread working on a weight of its own, and the rate of a plain copy (which
+    writes as many bytes as it reads); schemes with a percentile after those without."""
+    columns = {
+        f"{rows}x{columns}, {count} thread{'s' if count > 1 else ''}": rates_of((rows, columns), count, seconds=seconds)
+        for rows, columns in shapes
+        for count in threads
+    }
     print("\n## Quantization: GB/s of bfloat16 read\n")
-    print("| scheme | " + " | ".join(f"{count} thread{'s' if count > 1 else ''}" for count in threads) + " |")
-    print("| --- |" + " ---: |" * len(threads))
-    columns = []
-    for count in threads:
-        runs = {name: _on_threads(count, _quantizer(name, weight, count)) for name in ("none", *QUANTIZED)}
-        with own_threads(1):
-            found = medians(runs, seconds=seconds)
-        columns.append({name: count * weight.nbytes / time_us / 1e3 for name, time_us in found.items()})
-    for name in columns[0]:
+    print("| scheme | " + " | ".join(columns) + " |")
+    print("| --- |" + " ---: |" * len(columns))
+    for name in ("none", *QUANTIZED, *CLIPPED):
         label = "memory copy (none)" if name == "none" else name
-        print(f"| {label} | " + " | ".join(f"{column[name]:.3g}" for column in columns) + " |")
+        print(f"| {label} | " + " | ".join(f"{column[name]:.3g}" for column in columns.values()) + " |")
 
 
-def _quantizer(name: str, weight: torch.Tensor, count: int) -> Callable[[int], None]:
-    scheme = scheme_by_name(name)
-    weights, outs = [weight.clone() for _ in range(count)], [_stored(name, weight) for _ in range(count)]
+def rates_of(shape: tuple[int, int], count: int, *, seconds: float) -> dict[str, float]:
+    """GB/s of each scheme, so many threads at once, the schemes taking turns."""
+    weight = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    schemes = {name: scheme_by_name(name) for name in ("none", *QUANTIZED)}
+    schemes |= {name: with_percentile(schemes[name.split(",")[0]], PERCENTILE) for name in CLIPPED}
+    runs = {name: _on_threads(count, _quantizer(scheme, weight, count)) for name, scheme in schemes.items()}
+    with own_threads(1):
+        found = medians(runs, seconds=seconds)
+    return {name: count * weight.nbytes / time_us / 1e3 for name, time_us in found.items()}
+
+
+def _quantizer(scheme: Scheme, weight: torch.Tensor, count: int) -> Callable[[int], None]:
+    weights, outs = [weight.clone() for _ in range(count)], [_kept(scheme, weight) for _ in range(count)]
     return lambda index: scheme.quantize_into(weights[index], outs[index])
 
 
@@ -237,7 +250,11 @@ def panel_pool(threads: int) -> Iterator[PanelPool]:
 
 
 def _stored(name: str, weight: torch.Tensor) -> Stored:
-    scheme, sections = scheme_by_name(name), (weight.shape[0],)
+    return _kept(scheme_by_name(name), weight)
+
+
+def _kept(scheme: Scheme, weight: torch.Tensor) -> Stored:
+    sections = (weight.shape[0],)
     specs = scheme.storage(sections, weight.shape[1], wide=DType.BF16)
     stored = {key: torch.empty(spec.shape, dtype=to_torch(spec.dtype)) for key, spec in specs.items()}
     scheme.quantize_into(weight, stored)

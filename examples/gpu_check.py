@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import anyio
 import anyio.to_thread
 import torch
 
+from examples.gpu_kernels import Timed, kernel_table, time_kernels
 from examples.gpu_measure import ONE_BILLION, Gpu, copy_rate, write_random_checkpoint
 from examples.write_tiny_model import ARCHITECTURES, TinyModel, write_tiny_model
 from layers.kv_cache import kv_cache_nbytes
@@ -42,6 +44,9 @@ from streaming.reader import Reader
 from streaming.reader_choice import start_reader
 from streaming.trace import Span
 
+PACKAGES = {
+    "runai_streamer": "runai_model_streamer", "fastsafetensors": "fastsafetensors", "instanttensor": "instanttensor",
+}  # load format -> the module of its package  # fmt: skip
 PROMPT_TOKENS, ANSWER_TOKENS = 32, 8
 MEMORY_SLACK = 1.1  # of what the plan knows: kept weights, KV cache and the window (for items on their way)
 QUANTIZED_SHARE = 0.8  # of the wide weights: what a quantized load may take at its peak
@@ -85,6 +90,25 @@ def check_equal(folders: Sequence[Path], device: str, scheme: str) -> Claim:
             wrong += [f"{folder.name}: {line}" for line in found.get("differences", [err.strip()])[:3]]
     models = ", ".join(folder.name for folder in folders)
     return Claim(f"equal {scheme}: {models}", not wrong, {"stored_tensors": compared, "differences": wrong})
+
+
+def check_load_format(folder: Path, gpu: Gpu, load_format: str) -> Claim:
+    """The logits of a load by way of the format's own package are those of a plain load, to the bit."""
+    name = f"equal logits, load format {load_format}"
+    if find_spec(PACKAGES[load_format]) is None:
+        return Claim(f"{name}: NOT RUN", True, {"package": f"{PACKAGES[load_format]} is not installed"})
+    expected = _logits(folder, gpu, "auto")
+    found = _logits(folder, gpu, load_format)
+    return Claim(name, torch.equal(found, expected), {"largest_difference": float((found - expected).abs().max())})
+
+
+def _logits(folder: Path, gpu: Gpu, load_format: str) -> torch.Tensor:
+    gc.collect()
+    prepared = prepare(str(folder), LoadOptions(device=gpu.name, load_format=load_format))
+    with LLM.start(prepared) as llm:
+        found: torch.Tensor = llm.logits(seeded_ids(PROMPT_TOKENS, prepared.config.vocab_size))
+        llm.wait_loaded()
+        return found.cpu()
 
 
 def _command(*arguments: str) -> tuple[int, str, str]:
@@ -270,6 +294,25 @@ def _differences(before: dict[str, object], after: dict[str, object]) -> list[st
     return [f"{name}: {before[name]} before, {after[name]} after" for name in before if before[name] != after[name]]
 
 
+# --- products of stored weights
+
+
+def check_kernels(gpu: Gpu) -> Claim:
+    """Every product is as near to the float32 one as its numbers allow, twice the same; a table of its times."""
+    return judge_kernels(time_kernels(gpu))
+
+
+def judge_kernels(timed: Sequence[Timed]) -> Claim:
+    """The table goes to stderr as Markdown; the claim names what is off."""
+    sys.stderr.write(f"\n{kernel_table(timed)}\n")
+    wrong = [
+        f"{row.scheme} {row.mode.value} {row.tokens}: error {row.error:.1e}, same twice: {row.repeats}"
+        for row in timed
+        if not row.holds
+    ]
+    return Claim("products of stored weights", bool(timed) and not wrong, {"products": len(timed), "wrong": wrong})
+
+
 # --- all of it
 
 
@@ -282,12 +325,15 @@ def checks(folder: Path, gpu: Gpu, *, large: TinyModel) -> Iterator[tuple[str, C
     random = write_random_checkpoint(folder / "random", model=large, gpu=gpu)
     for scheme in scheme_names():
         yield f"equal {scheme}", partial(check_equal, [random], gpu.name, scheme)
+    for load_format in PACKAGES:
+        yield f"load format {load_format}", partial(check_load_format, random, gpu, load_format)
     yield "overlap", partial(check_overlap, random, gpu)
     for scheme in scheme_names():
         yield f"memory {scheme}", partial(check_memory, random, gpu, scheme)
         yield f"no waits {scheme}", partial(check_no_waits, random, gpu, scheme)
     yield "close", partial(check_close, random, gpu)
     yield "speed", partial(check_speed, random, gpu)
+    yield "products", partial(check_kernels, gpu)
 
 
 def run_checks(folder: Path, gpu: Gpu, *, large: TinyModel) -> list[Claim]:

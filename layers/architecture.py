@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from layers.model_config import HeadNorm, MLPKind, ModelConfig, Residual
+from layers.model_config import HeadNorm, MLPKind, ModelConfig, MoEConfig, Residual
 from layers.weights import LayerSpec, ParamKind, ParamSpec, Section
 from quant.dtypes import DType
 from quant.scheme import Scheme
@@ -131,7 +131,10 @@ def _block(config: ModelConfig, index: int, make: _Params) -> Iterable[ParamSpec
     yield from _attention(make, config, f"{prefix}.self_attn")
     yield from _norm(make, config, prefix, places.after_attention)
     yield from _norm(make, config, prefix, places.before_mlp)
-    yield from _mlp(make, config, f"{prefix}.mlp")
+    if config.moe is not None and config.moe.sparse[index]:
+        yield from _sparse_mlp(make, config, config.moe, f"{prefix}.mlp")
+    else:
+        yield from _mlp(make, config, f"{prefix}.mlp")
     yield from _norm(make, config, prefix, places.after_mlp)
 
 
@@ -149,6 +152,8 @@ def _attention(make: _Params, config: ModelConfig, module: str) -> Iterable[Para
     if config.qk_norm:
         yield _head_norm(make, config, f"{module}.q_norm.weight", config.num_heads)
         yield _head_norm(make, config, f"{module}.k_norm.weight", config.num_kv_heads)
+    if config.attention_sinks:
+        yield make.plain(f"{module}.sinks", (config.num_heads,), ParamKind.SINK)
     out = (Section("", config.hidden_size),)
     yield from _linear(make, f"{module}.o_proj", out, config.q_rows, bias=config.o_bias)
 
@@ -174,6 +179,26 @@ def _mlp(make: _Params, config: ModelConfig, module: str) -> Iterable[ParamSpec]
     gate_up = (Section("gate", inner), Section("up", inner))
     yield from _linear(make, f"{module}.gate_up_proj", gate_up, width, bias=config.mlp_bias)
     yield from _linear(make, f"{module}.down_proj", (Section("", width),), inner, bias=config.mlp_bias)
+
+
+def _sparse_mlp(make: _Params, config: ModelConfig, moe: MoEConfig, module: str) -> Iterable[ParamSpec]:
+    """Router and shared expert first: what every token needs."""
+    width = config.hidden_size
+    yield make.plain(f"{module}.gate.weight", (moe.num_experts, width), ParamKind.ROUTER)
+    if moe.router_bias:
+        yield make.bias(f"{module}.gate.bias", (Section("", moe.num_experts),))
+    if moe.shared_intermediate_size:
+        shared = moe.shared_intermediate_size
+        gate_up = (Section("gate", shared), Section("up", shared))
+        yield from _linear(make, f"{module}.shared_expert.gate_up_proj", gate_up, width, bias=False)
+        yield from _linear(make, f"{module}.shared_expert.down_proj", (Section("", width),), shared, bias=False)
+        if moe.shared_gate:
+            yield make.plain(f"{module}.shared_expert_gate.weight", (1, width), ParamKind.ROUTER)
+    inner, experts = moe.intermediate_size, range(moe.num_experts)
+    parts = tuple(Section(f"{expert} {part}", inner) for expert in experts for part in ("gate", "up"))
+    yield from _linear(make, f"{module}.experts.gate_up_proj", parts, width, bias=moe.expert_bias)
+    down = tuple(Section(str(expert), width) for expert in experts)
+    yield from _linear(make, f"{module}.experts.down_proj", down, inner, bias=moe.expert_bias)
 
 
 def _linear(

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from layers.batch import Batch
-from layers.causal_mask import causal_mask, reached
+from layers.batch import Batch, BatchSequence
+from layers.causal_mask import causal_mask, first_reached, reached
 from layers.context import StepContext
 from layers.linear import QKVParallelLinear, RowParallelLinear
 from layers.rotary import Ropes
@@ -72,10 +72,22 @@ class Attention(nn.Module):
         mixed = torch.empty_like(q)
         for sequence in batch.sequences:
             rows = slice(sequence.start, sequence.stop)
-            keys, values = sequence.cache.append(self.layer, k[rows].transpose(0, 1), v[rows].transpose(0, 1))
-            mixed[rows] = self._attend(q[rows].transpose(0, 1), keys, values, ctx).transpose(0, 1)
+            sequence.cache.append(self.layer, k[rows].transpose(0, 1), v[rows].transpose(0, 1))
+            mixed[rows] = self._attend_past(q[rows].transpose(0, 1), sequence, ctx).transpose(0, 1)
         out: torch.Tensor = self.o_proj(mixed.flatten(1), ctx)
         return out
+
+    def _attend_past(self, q: torch.Tensor, sequence: BatchSequence, ctx: StepContext) -> torch.Tensor:
+        """q [H, n, d] over what its windows reach of the sequence, some heads after the others where they are decoded.
+
+        A head's result does not depend on which others are computed with it.
+        """
+        length, share, mixed = sequence.length, q.shape[0] // sequence.cache.num_heads, []
+        start = first_reached(length, count=q.shape[1], window=self.scores.window)
+        for heads, keys, values in sequence.cache.runs(self.layer, start=start, stop=length):
+            part = q[heads.start * share : heads.stop * share]
+            mixed.append(self._attend(part, keys, values, ctx))
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         window, scale, cap = self.scores.window, self.scores.scale, self.scores.softcap

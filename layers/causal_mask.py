@@ -12,11 +12,13 @@ def reached(
     keys: torch.Tensor, values: torch.Tensor, *, count: int, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values without the positions that no window of the last `count` queries reaches."""
-    length = keys.shape[1]
-    if window is None or length <= window + count - 1:
-        return keys, values
-    first = length - (window + count - 1)
-    return keys[:, first:], values[:, first:]
+    first = first_reached(keys.shape[1], count=count, window=window)
+    return (keys[:, first:], values[:, first:]) if first else (keys, values)
+
+
+def first_reached(length: int, *, count: int, window: int | None) -> int:
+    """The first of `length` positions that a window of the last `count` queries reaches."""
+    return 0 if window is None else max(0, length - (window + count - 1))
 
 
 def causal_mask(count: int, length: int, *, window: int | None, device: torch.device) -> torch.Tensor:

@@ -25,7 +25,6 @@ def parse_config(raw: Mapping[str, Any], *, where: str = "config.json") -> Model
     if not isinstance(raw, Mapping):
         raise ModelConfigError(f"{where} must hold a JSON object, not {shown(raw)}")
     fields = Fields(raw, where)
-    _refuse_quantized(fields)
     whole = _choose_multimodal(fields)
     if whole is None:
         return load_family(_choose(fields)).read_config(fields)
@@ -37,7 +36,6 @@ def _read_text_part(model_type: str, fields: Fields) -> ModelConfig:
     from layers.multimodal import multimodal_model, text_fields
 
     inner, family = text_fields(multimodal_model(model_type), fields)
-    _refuse_quantized(inner)
     return replace(load_family(family).read_config(inner), multimodal=model_type)
 
 
@@ -81,14 +79,3 @@ def _choose(fields: Fields) -> str:
         + ", ".join(f"{known[0]} ({kind})" for kind, known in (*FAMILY_NAMES.items(), *MULTIMODAL_NAMES.items()))
     )
 
-
-def _refuse_quantized(fields: Fields) -> None:
-    for key in ("quantization_config", "compression_config"):
-        found = fields.raw.get(key)
-        if found is None:
-            continue
-        method = found.get("quant_method", "of an unnamed method") if isinstance(found, Mapping) else shown(found)
-        raise ModelConfigError(
-            f"{fields.where}: {key} says that the checkpoint is already quantized ({method}); such checkpoints are not "
-            "supported yet: use the unquantized original, and quantize it while it loads"
-        )

@@ -33,6 +33,10 @@ class Fields:
         """The same file with other values for some keys."""
         return Fields({**self.raw, **values}, self.where, self.called)
 
+    def completed(self, values: Mapping[str, Any]) -> Fields:
+        """The same file with these values for the keys that it does not have."""
+        return self.changed({key: value for key, value in values.items() if key not in self.raw})
+
     def has(self, key: str) -> bool:
         """Whether the key is there, null included."""
         return key in self.raw

@@ -26,9 +26,11 @@ class StepContext:
     check: called before every matmul; raises to end a pass that is no longer wanted.
     await_rows: called by the head before it reads rows of a parameter, with the parameter's name and the row where
     they stop; returns when rows [0, stop) are there. That is how the head is computed while its last rows arrive.
+    int8_activations: whether linear layers (not the head) multiply activations in 8 bits (quant.activations).
     """
 
     kernels: Kernels
     packed: bool = False
     check: Callable[[], None] = proceed
     await_rows: Callable[[str, int], None] = rows_present
+    int8_activations: bool = False

@@ -30,6 +30,7 @@ from layers.first_input import LearnedPositions, first_input
 from layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from layers.mlp import GatedMLP, PlainMLP
 from layers.model_config import HeadNorm, MLPKind, ModelConfig, Residual
+from layers.moe import ExpertLinear, Experts, Router, SparseMLP
 from layers.norm import LayerNormPerHead, make_norm
 from layers.rotary import Ropes, RotaryEmbedding
 from layers.softcap import soft_cap
@@ -49,7 +50,7 @@ class DecoderLayer(nn.Module):
         places: NormPlaces,
         parallel: bool,
         self_attn: Attention,
-        mlp: GatedMLP | PlainMLP,
+        mlp: GatedMLP | PlainMLP | SparseMLP,
         residual_scale: float = 1.0,
         embed_scale: float | None = None,
         embed_positions: LearnedPositions | None = None,
@@ -201,7 +202,7 @@ def _layer(config: ModelConfig, index: int, params: Mapping[str, ParamSpec]) -> 
         places=places,
         parallel=config.residual is Residual.PARALLEL,
         self_attn=_attention(config, index, params),
-        mlp=_mlp(config, params, f"{prefix}.mlp"),
+        mlp=_feed_forward(config, index, params),
         residual_scale=config.residual_scale,
         embed_scale=config.embed_scale if index == 0 else None,
         embed_positions=None if table is None else LearnedPositions(table),
@@ -220,6 +221,25 @@ def _attention(config: ModelConfig, index: int, params: Mapping[str, ParamSpec])
         q_norm=_head_norm(config, params, f"{module}.q_norm") if config.qk_norm else None,
         k_norm=_head_norm(config, params, f"{module}.k_norm") if config.qk_norm else None,
         whole=config.qk_norm_over is HeadNorm.WHOLE,
+    )
+
+
+def _feed_forward(config: ModelConfig, index: int, params: Mapping[str, ParamSpec]) -> GatedMLP | PlainMLP | SparseMLP:
+    module, moe = f"model.layers.{index}.mlp", config.moe
+    if moe is None or not moe.sparse[index]:
+        return _mlp(config, params, module)
+    shared = _mlp(config, params, f"{module}.shared_expert") if moe.shared_intermediate_size else None
+    assert not isinstance(shared, PlainMLP)
+    gate_up, down = (params[f"{module}.experts.{name}.weight"] for name in ("gate_up_proj", "down_proj"))
+    return SparseMLP(
+        gate=Router(params[f"{module}.gate.weight"], moe),
+        experts=Experts(
+            gate_up_proj=ExpertLinear(gate_up, experts=moe.num_experts),
+            down_proj=ExpertLinear(down, experts=moe.num_experts),
+            activation=config.hidden_act,
+        ),
+        shared_expert=shared,
+        shared_expert_gate=params.get(f"{module}.shared_expert_gate.weight"),
     )
 
 

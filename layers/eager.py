@@ -13,7 +13,9 @@ import torch
 from layers.architecture import EMBED_WEIGHT, HEAD_WEIGHT, is_optional_bias, is_tied
 from layers.decoder import DecoderModel
 from layers.errors import WeightError
+from layers.fused_experts import expert_name, is_fused, lie_transposed
 from layers.weights import Dropped, LayerSpec, ParamKind, ParamSpec, Target, WeightMap
+from quant.disk_forms.form import fill
 from quant.dtypes import to_torch
 
 ALIGNMENT = 64
@@ -47,10 +49,20 @@ def fill_shell(
     weight is made from that dtype directly, a wide one is rounded to the model's. Raises WeightError with all names
     that are missing or have no home, or for a tensor of the wrong shape.
     """
+    names, get_tensor = _by_expert(tuple(names), specs, weight_map, get_tensor)
+    coded = coded_sources(names, specs, weight_map)
+    of_forms = {name for tensors in coded.values() for name in tensors.values()}
+    names = [name for name in names if name not in of_forms]
     sources = find_sources(names, specs, weight_map, get_tensor=get_tensor)
     for param in _by_name(specs).values():
         stored = allocate(param, device=device)
+        for run, form in enumerate(param.forms):
+            if form is not None:
+                tensors = {leaf: get_tensor(name).to(device) for leaf, name in coded[param.name, run].items()}
+                fill_run(stored, param, run, tensors)
         for section in range(len(param.sections)):
+            if param.forms and param.forms[param.run_at(section)] is not None:
+                continue
             fill_section(stored, param, section, _rows(param, section, sources[param.name, section], get_tensor))
         module = param.name.rpartition(".")[0]
         for stored_name, tensor in stored.items():
@@ -98,12 +110,84 @@ def allocate(param: ParamSpec, *, device: str | torch.device) -> dict[str, torch
 def fill_section(stored: Mapping[str, torch.Tensor], param: ParamSpec, section: int, rows: torch.Tensor) -> None:
     """Write one section's wide rows into the stored tensors."""
     if param.kind in (ParamKind.LINEAR, ParamKind.HEAD):
-        views = param.scheme.section_views(stored, param.section_rows, section)
+        views = param.scheme.section_views(stored, param.kept_rows, section)
         param.scheme.quantize_into(rows.to(next(iter(views.values())).device), views)
         return
     first = sum(param.section_rows[:section])
     (tensor,) = stored.values()
     tensor[first : first + rows.shape[0]].copy_(rows)
+
+
+def _by_expert(
+    names: Sequence[str], specs: Sequence[LayerSpec], weight_map: WeightMap, get_tensor: Callable[[str], torch.Tensor]
+) -> tuple[Sequence[str], Callable[[str], torch.Tensor]]:
+    """The names, with those of each expert in place of those of all of them, and what gives a tensor by such a name."""
+    if not weight_map.experts:
+        return names, get_tensor
+    made: dict[str, tuple[str, int]] = {}
+    found: list[str] = []
+    shapes = [tuple(get_tensor(name).shape) for name in names if is_fused(name, 3) and name.endswith(".down_proj")]
+    down = next(p for p in _by_name(specs).values() if p.name.endswith(".experts.down_proj.weight"))
+    turned = lie_transposed(
+        shapes, rows=down.section_rows[0], in_features=down.shape[1], usually=weight_map.fused_transposed
+    )
+    for name in names:
+        whole = get_tensor(name) if is_fused(name, 3) else None
+        if whole is None or not is_fused(name, whole.dim()):
+            found.append(name)
+            continue
+        made.update({expert_name(name, expert): (name, expert) for expert in range(whole.shape[0])})
+        found += [expert_name(name, expert) for expert in range(whole.shape[0])]
+
+    def get(name: str) -> torch.Tensor:
+        if name not in made:
+            return get_tensor(name)
+        part = get_tensor(made[name][0])[made[name][1]]
+        return part.T.contiguous() if turned else part
+
+    return found, get
+
+
+def coded_sources(
+    names: Iterable[str], specs: Sequence[LayerSpec], weight_map: WeightMap
+) -> dict[tuple[str, int], dict[str, str]]:
+    """(parameter, run) -> leaf -> the tensor's name, for weights that are quantized in the checkpoint. What a form
+    needs and lacks is not looked for: who made the specs has seen to it."""
+    params = {name.rpartition(".")[0]: param for name, param in _by_name(specs).items() if param.forms}
+    found: dict[tuple[str, int], dict[str, str]] = {}
+    for name in names if params else ():
+        target = weight_map.locate(name)
+        param = None if isinstance(target, Dropped) else params.get(target.param.rpartition(".")[0])
+        if param is None or isinstance(target, Dropped):
+            continue
+        run, leaf = param.run_at(target.first), name.rpartition(".")[2]
+        form = param.forms[run]
+        if form is not None and any(one.leaf == leaf for one in form.tensors(param.run_rows[run], param.shape[1])):
+            found.setdefault((param.name, run), {})[leaf] = name
+    return found
+
+
+def fill_run(
+    stored: Mapping[str, torch.Tensor], param: ParamSpec, run: int, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Fill the sections of one run from its tensors in their form on disk, by leaf."""
+    form, rows = param.forms[run], param.run_rows[run]
+    assert form is not None
+    shape = (rows, param.shape[1])
+    if param.kept_as_stored:
+        fill(form, tensors, param.scheme.section_views(stored, param.run_rows, run), shape=shape)
+        return
+    device = next(iter(stored.values())).device
+    held = {
+        name: torch.empty(spec.shape, dtype=to_torch(spec.dtype), device=device)
+        for name, spec in form.kept.storage((rows,), shape[1], wide=param.dtype).items()
+    }
+    fill(form, tensors, form.kept.section_views(held, (rows,), 0), shape=shape)
+    wide = form.kept.dequantize(held, (rows,), dtype=to_torch(param.dtype), in_features=param.shape[1])
+    first = sum(param.runs[:run])
+    parts = wide.split(list(param.section_rows[first : first + param.runs[run]]))
+    for section, part in enumerate(parts, start=first):
+        fill_section(stored, param, section, part)
 
 
 def _by_name(specs: Iterable[LayerSpec]) -> dict[str, ParamSpec]:
@@ -138,7 +222,8 @@ def _share(sources: dict[tuple[str, int], Source]) -> None:
 def _missing(sources: Mapping[tuple[str, int], Source], params: Mapping[str, ParamSpec]) -> Iterable[str]:
     for param in params.values():
         for section, part in enumerate(param.sections):
-            if (param.name, section) not in sources:
+            coded = bool(param.forms) and param.forms[param.run_at(section)] is not None
+            if (param.name, section) not in sources and not coded:
                 yield f"nothing fills {param.name}" + (f" (part {part.name})" if part.name else "")
 
 

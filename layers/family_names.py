@@ -16,11 +16,15 @@ FAMILY_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "granite": ("GraniteForCausalLM",),
     "llama": ("LlamaForCausalLM", "LLaMAForCausalLM"),
     "mistral": ("MistralForCausalLM",),
+    "mixtral": ("MixtralForCausalLM",),
     "olmo2": ("Olmo2ForCausalLM",),
+    "olmoe": ("OlmoeForCausalLM",),
     "phi": ("PhiForCausalLM",),
     "phi3": ("Phi3ForCausalLM",),
     "qwen2": ("Qwen2ForCausalLM",),
+    "qwen2_moe": ("Qwen2MoeForCausalLM",),
     "qwen3": ("Qwen3ForCausalLM",),
+    "qwen3_moe": ("Qwen3MoeForCausalLM",),
     "stablelm": ("StableLmForCausalLM",),
 })  # fmt: skip
 """model_type -> architectures of the families of `layers.models`."""
@@ -33,5 +37,6 @@ MULTIMODAL_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "qwen2_vl": ("Qwen2VLForConditionalGeneration",),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration",),
     "qwen3_vl": ("Qwen3VLForConditionalGeneration",),
+    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration",),
 })  # fmt: skip
 """model_type -> architectures of the models of `layers.multimodal`."""

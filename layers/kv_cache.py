@@ -1,19 +1,38 @@
-"""One sequence's keys and values, allocated whole at the start, so that memory is known before the first token."""
+"""One sequence's keys and values, allocated whole at the start, so that memory is known before the first token.
+
+They are kept wide or in few bits (layers.kv_forms). Whatever a query attends to is read from what is kept, the newest
+tokens included: how a prompt is cut into steps changes no key and no value.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
 from typing import TYPE_CHECKING
 
+from layers.kv_forms import cache_form, kept_tensors
 from layers.model_config import ModelConfig
 from quant.dtypes import DType, to_torch
 
 if TYPE_CHECKING:
     import torch
 
+    from layers.kv_codec import KVCodec, Room
 
-def kv_cache_nbytes(config: ModelConfig, *, max_tokens: int, dtype: DType) -> int:
-    """Bytes of a KVCache: keys and values of every layer for `max_tokens` tokens. Imports no torch."""
-    return 2 * config.num_layers * config.num_kv_heads * max_tokens * config.head_dim * dtype.itemsize
+RUN_NBYTES = 16 << 20  # of wide keys and values that are decoded at once, or one head's where those are more
+STRIP_NUMBERS = 1 << 18  # that pass through a codec at once: they stay in the cache of a core
+
+
+def kv_cache_nbytes(config: ModelConfig, *, max_tokens: int, dtype: DType, cache_dtype: str = "auto") -> int:
+    """Bytes of a KVCache: codes and scales of every layer's keys and values for `max_tokens` tokens. Imports no torch.
+
+    `dtype` is the model's; `cache_dtype` as in layers.kv_forms.
+    """
+    return sum(spec.nbytes for spec in kept_tensors(cache_dtype, _shape(config, max_tokens), wide=dtype).values())
+
+
+def _shape(config: ModelConfig, max_tokens: int) -> tuple[int, ...]:
+    return (2, config.num_layers, config.num_kv_heads, max_tokens, config.head_dim)
 
 
 class KVCache:
@@ -21,26 +40,49 @@ class KVCache:
 
     A step appends to one layer after the other and then advances `length` once. A step that is given up halfway
     leaves `length` as it was: its keys are overwritten by the next one.
+
+    `cache_dtype`: how they are kept. `scales`: fp8's, for each layer that of its keys and that of its values (None: 1).
+    `room`: buffers to decode into, shared by caches of one device and one thread (None: its own).
+    Raises ValueError for scales that are not one pair a layer, not above 0 and finite, or given to another form.
     """
 
-    def __init__(self, config: ModelConfig, *, max_tokens: int, dtype: DType, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        max_tokens: int,
+        dtype: DType,
+        device: str = "cpu",
+        cache_dtype: str = "auto",
+        scales: Sequence[tuple[float, float]] | None = None,
+        room: Room | None = None,
+    ) -> None:
         import torch
 
-        shape = (2, config.num_layers, config.num_kv_heads, max_tokens, config.head_dim)
-        self._slots: torch.Tensor = torch.empty(shape, dtype=to_torch(dtype), device=device)
+        from layers.kv_codec import Room
+
+        _check_scales(config, cache_dtype, scales)
+        tensors = kept_tensors(cache_dtype, _shape(config, max_tokens), wide=dtype)
+        self._kept: dict[str, torch.Tensor] = {
+            name: torch.empty(spec.shape, dtype=to_torch(spec.dtype), device=device) for name, spec in tensors.items()
+        }
+        self._dtype, self._head_dim = to_torch(dtype), config.head_dim
+        self._room = room or Room(torch.device(device))
+        self._codecs = _make_codecs(config, cache_dtype, scales, torch.device(device))
+        self.num_heads = config.num_kv_heads
+        self.cache_dtype = cache_form(cache_dtype)
         self.capacity = max_tokens
         self.length = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
-        return self._slots.nbytes
+        """Bytes allocated for what is kept."""
+        return sum(tensor.nbytes for tensor in self._kept.values())
 
-    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write a step's keys and values [kv_heads, n, head_dim] behind the filled part of one layer.
 
-        Returns that layer's keys and values [kv_heads, length + n, head_dim], as views. Raises ValueError when they
-        do not fit.
+        Raises ValueError when they do not fit.
         """
         stop = self.length + keys.shape[1]
         if stop > self.capacity:
@@ -48,9 +90,41 @@ class KVCache:
                 f"the KV cache holds {self.capacity} tokens; {self.length} are filled and {stop - self.length} more "
                 "were given"
             )
-        self._slots[0, layer, :, self.length : stop] = keys
-        self._slots[1, layer, :, self.length : stop] = values
-        return self._slots[0, layer, :, :stop], self._slots[1, layer, :, :stop]
+        for kind, numbers in enumerate((keys, values)):
+            kept = {name: tensor[kind, layer, :, self.length : stop] for name, tensor in self._kept.items()}
+            codec = self._codecs[kind, layer]
+            if codec is None:
+                kept["codes"].copy_(numbers)
+            else:
+                codec.encode(numbers.to(self._dtype), kept)
+
+    def runs(self, layer: int, *, stop: int, start: int = 0) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Wide keys and values of the positions [start, stop) of one layer: heads [a, b), and theirs [b - a, n, d].
+
+        All heads at once as views where they are kept wide. Else runs of heads of at most RUN_NBYTES, or one head, in
+        buffers that the next run overwrites.
+        """
+        heads = self.num_heads
+        if self.cache_dtype == "auto":
+            codes = self._kept["codes"]
+            yield slice(0, heads), codes[0, layer, :, start:stop], codes[1, layer, :, start:stop]
+            return
+        step = max(1, RUN_NBYTES // max(1, 2 * (stop - start) * self._head_dim * self._dtype.itemsize))
+        for first in range(0, heads, step):
+            run = slice(first, min(first + step, heads))
+            keys, values = (self._decoded(kind, layer, run, slice(start, stop)) for kind in (0, 1))
+            yield run, keys, values
+
+    def _decoded(self, kind: int, layer: int, heads: slice, tokens: slice) -> torch.Tensor:
+        """[heads, tokens, d], decoded strip by strip."""
+        shape = (heads.stop - heads.start, tokens.stop - tokens.start, self._head_dim)
+        out = self._room.take(("keys", "values")[kind], shape, self._dtype)
+        codec = self._codecs[kind, layer]
+        assert codec is not None
+        kept = {name: tensor[kind, layer, heads, tokens] for name, tensor in self._kept.items()}
+        for strip in _strips(*shape):
+            codec.decode({name: tensor[strip] for name, tensor in kept.items()}, out[strip], self._room)
+        return out
 
     def advance(self, count: int) -> None:
         """Count the tokens that every layer has now appended."""
@@ -65,3 +139,38 @@ class KVCache:
         if not 0 <= length <= self.length:
             raise ValueError(f"the KV cache cannot be cut to {length} tokens: {self.length} are filled")
         self.length = length
+
+
+def _strips(heads: int, tokens: int, width: int) -> Iterator[tuple[slice, slice]]:
+    """Contiguous pieces of a [heads, tokens, width] tensor: a few heads whole, or a run of one head's tokens."""
+    rows = max(1, STRIP_NUMBERS // width)
+    whole = max(1, rows // max(1, tokens))
+    for head in range(0, heads, whole):
+        for token in range(0, tokens, rows):
+            yield slice(head, head + whole), slice(token, token + rows)
+
+
+def _make_codecs(
+    config: ModelConfig,
+    name: str,
+    scales: Sequence[tuple[float, float]] | None,
+    device: torch.device,
+) -> Mapping[tuple[int, int], KVCodec | None]:
+    """(0 for keys or 1 for values, layer) -> its codec; layers of equal scales share one."""
+    from layers.kv_codec import codec_for
+
+    pairs = scales or [(1.0, 1.0)] * config.num_layers
+    codecs = {scale: codec_for(name, scale=scale, device=device) for scale in {s for pair in pairs for s in pair}}
+    return {(kind, layer): codecs[pairs[layer][kind]] for kind in (0, 1) for layer in range(config.num_layers)}
+
+
+def _check_scales(config: ModelConfig, name: str, scales: Sequence[tuple[float, float]] | None) -> None:
+    if scales is None:
+        return
+    if cache_form(name) != "fp8":
+        raise ValueError(f"a KV cache of dtype {name} takes no scales; fp8 does")
+    if len(scales) != config.num_layers:
+        raise ValueError(f"{len(scales)} pairs of KV-cache scales were given for {config.num_layers} layers")
+    wrong = next((scale for pair in scales for scale in pair if not (isfinite(scale) and scale > 0)), None)
+    if wrong is not None:
+        raise ValueError(f"a KV-cache scale is {wrong}: a finite number above 0 is needed")

@@ -13,6 +13,7 @@ from torch import nn
 
 from layers.context import StepContext
 from layers.weights import ParamSpec
+from quant.activations import int8_product
 from quant.dtypes import to_torch
 from quant.packed import PackedLinear
 from quant.sections import cut_rows
@@ -28,6 +29,7 @@ class Linear(nn.Module):
             declare(self, bias)
         self.scheme = weight.scheme
         self.sections = weight.section_rows
+        self._kept_rows = weight.kept_rows
         self._stored_names = tuple(weight.storage())
         self._has_bias = bias is not None
         self.packed: PackedLinear | None = None  # given by the runtime; used in steps that ask for it
@@ -40,11 +42,16 @@ class Linear(nn.Module):
         """x [T, I] -> [T, O], all sections side by side."""
         ctx.check()
         bias = self.get_parameter("bias") if self._has_bias else None
-        if ctx.packed and self.packed is not None:
+        if ctx.packed and self.packed is not None and not ctx.int8_activations:
             out = self.packed.linear(x, bias)
             if out is not None:
                 return out
-        return self.scheme.linear(x, self.stored(), self.sections, bias, kernels=ctx.kernels)
+        if ctx.int8_activations:
+            return int8_product(x, lambda codes: self._wide_product(codes, None, ctx), bias)
+        return self._wide_product(x, bias, ctx)
+
+    def _wide_product(self, x: torch.Tensor, bias: torch.Tensor | None, ctx: StepContext) -> torch.Tensor:
+        return self.scheme.linear(x, self.stored(), self._kept_rows, bias, kernels=ctx.kernels)
 
 
 class QKVParallelLinear(Linear):

@@ -69,6 +69,17 @@ def gated(gate: torch.Tensor, up: torch.Tensor, *, activation: Activation) -> to
     return out
 
 
+def clamped_gated(gate: torch.Tensor, up: torch.Tensor, *, limit: float, alpha: float) -> torch.Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate), each [T, I], rounded step by step; gate is at most `limit`, up lies
+    between -limit and limit. The same bits for every number of threads (see `gated`)."""
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    pieces = [(slice(None), slice(None))] if gate.device.type != "cpu" else uncut_pieces(*gate.shape)
+    for piece in pieces:
+        bounded = gate[piece].clamp(max=limit)
+        torch.mul(up[piece].clamp(-limit, limit) + 1, bounded * torch.sigmoid(bounded * alpha), out=out[piece])
+    return out
+
+
 def activated(x: torch.Tensor, *, activation: Activation) -> torch.Tensor:
     """activation(x) of x [T, I], with the same bits for every number of threads (see `gated`)."""
     if x.device.type != "cpu" or (activation is functional.silu and _cut_at_vectors(*x.shape)):

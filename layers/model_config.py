@@ -87,6 +87,33 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class ClampedSwiGLU:
+    """(up + 1) * gate * sigmoid(alpha * gate), gate no greater than `limit`, up between -limit and limit."""
+
+    limit: float
+    alpha: float
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """A model's sparse layers: those where `sparse` is true. Each token goes to `top_k` of `num_experts` experts, whose
+    scores add up to one where `renormalize`. `shared_intermediate_size` is that of the expert that every token passes,
+    0 where there is none; its output is scaled by a gate of its own where `shared_gate`. Router and experts may have
+    biases; `clamped` stands for the gated activation of the experts."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    sparse: tuple[bool, ...]
+    renormalize: bool
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    clamped: ClampedSwiGLU | None = None
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder of the supported families.
 
@@ -97,7 +124,8 @@ class ModelConfig:
     Positions are told by `rope` (layers with a window use `local_rope` where there is one), or by a table of
     `learned_positions` rows that the first layer adds to the embeddings; then `rope` is None. `embed_scale` multiplies
     the embeddings, `residual_scale` what attention and MLP add, `logit_scale` the logits; None and 1.0 change nothing.
-    `attention_scale` stands for 1 / sqrt(head_dim). A softcap c turns x into c * tanh(x / c).
+    `attention_scale` stands for 1 / sqrt(head_dim). A softcap c turns x into c * tanh(x / c). `attention_sinks`: each
+    head has a learned score that takes part in its softmax and that no value belongs to.
     """
 
     model_type: str
@@ -137,6 +165,8 @@ class ModelConfig:
     attention_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    attention_sinks: bool = False
+    moe: MoEConfig | None = None
 
     @property
     def q_rows(self) -> int:

@@ -52,6 +52,13 @@ GEMMA3: Keys = {
 }  # fmt: skip
 
 
+QWEN3_VL_MOE: Keys = {
+    "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "head_dim": 128, "vocab_size": 151_936, "rope_theta": 500_000.0, "num_experts": 60,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "norm_topk_prob": True,
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class TextPart:
     """The text part of a multimodal model: the family that reads it, and the sizes that its file may leave out."""
@@ -73,6 +80,7 @@ class MultimodalModel:
     tied: bool = False
     prefixes: tuple[tuple[str, str], ...] = PREFIXES
     unused: tuple[tuple[str, str], ...] = field(default=TOWERS)
+    fused_transposed: bool = False  # published files hold all experts of a layer in one tensor, each [in, out]
 
 
 LANGUAGE_MODELS = {
@@ -87,6 +95,12 @@ MULTIMODAL_MODELS = (
     MultimodalModel("qwen2_vl", {"qwen2_vl_text": TextPart("qwen2", QWEN2_VL)}, unused=VISUAL),
     MultimodalModel("qwen2_5_vl", {"qwen2_5_vl_text": TextPart("qwen2", QWEN2_VL)}, unused=VISUAL),
     MultimodalModel("qwen3_vl", {"qwen3_vl_text": TextPart("qwen3", QWEN3_VL)}, unused=VISUAL),
+    MultimodalModel(
+        "qwen3_vl_moe",
+        {"qwen3_vl_moe_text": TextPart("qwen3_moe", QWEN3_VL_MOE)},
+        unused=VISUAL,
+        fused_transposed=True,
+    ),
 )
 
 
@@ -135,4 +149,9 @@ def multimodal_map(whole: MultimodalModel, inner: WeightMap) -> WeightMap:
     """The text part's map behind the prefixes of the whole."""
     renames = tuple((re.compile("^" + re.escape(theirs)), ours, "") for theirs, ours in whole.prefixes)
     unused = tuple((start + prefix, reason) for prefix, reason in whole.unused for start in ("", "model."))
-    return replace(inner, renames=(*renames, *inner.renames), unused=(*inner.unused, *unused))
+    return replace(
+        inner,
+        renames=(*renames, *inner.renames),
+        unused=(*inner.unused, *unused),
+        fused_transposed=whole.fused_transposed or inner.fused_transposed,
+    )

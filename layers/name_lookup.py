@@ -13,6 +13,7 @@ from layers.weights import Dropped, Target, WeightMap
 
 _NAME = re.compile(r"(.*?\.)([0-9]{1,9})(\..*)", re.DOTALL)
 _LAYERS = "model.layers."
+_EXPERTS = "experts."
 _PROBE = "424242424"  # stands for any number
 _TELLS_NUMBERS = re.compile(r"(?:^|[^A-Za-z_])[0-9]|\\d(?![+*])")  # what a rule holds that tells one from another
 
@@ -34,6 +35,8 @@ class NameLookup:
         if parts is None:
             return self._map.locate(name)
         start, number, end = parts.groups()
+        if start.endswith(_EXPERTS):  # an expert's number says which part of a parameter it is
+            return self._map.locate(name)
         if (start, end) not in self._known:
             self._known[start, end] = self._decide(start, end)
         found = self._known[start, end]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
+from layers.fused_experts import GATE_UP_DOWN
 from layers.model_config import ModelConfig
 from layers.weights import RegexRule, Stacked, WeightMap
 
@@ -37,3 +39,8 @@ UNUSED: tuple[RegexRule, ...] = (
 def decoder_weight_map(config: ModelConfig) -> WeightMap:
     """The map of a decoder whose modules bear Hugging Face's names."""
     return WeightMap(renames=UNUSED, stacked=FUSED, num_layers=config.num_layers)
+
+
+def expert_weight_map(config: ModelConfig) -> WeightMap:
+    """The same with experts of Hugging Face's names, one by one or all in one tensor."""
+    return replace(decoder_weight_map(config), experts=GATE_UP_DOWN)

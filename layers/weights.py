@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 
 from layers.errors import WeightError
+from layers.fused_experts import ExpertRule
+from quant.disk_forms.form import DiskForm
 from quant.dtypes import DType
 from quant.scheme import Scheme, StoredSpec
 
@@ -23,11 +26,13 @@ class ParamKind(Enum):
     """What a parameter is for, which decides how it may be kept."""
 
     LINEAR = "linear"  # a projection inside a layer: quantized when a scheme is asked for
+    ROUTER = "router"  # what chooses and weighs experts, wide
     HEAD = "head"  # the output projection: quantized only when that is asked for by name
     EMBEDDING = "embedding"  # looked up by row, wide
     POSITIONS = "positions"  # the table of learned positions, wide
     NORM = "norm"  # wide
     BIAS = "bias"  # wide
+    SINK = "sink"  # a score of each head, wide
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,11 @@ class Section:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter of the shell, as the model sees it (shape) and as it is kept (scheme)."""
+    """One parameter of the shell, as the model sees it (shape) and as it is kept (scheme).
+
+    In a checkpoint that is already quantized a weight has `forms`: one for each of its `runs` of sections, which say
+    how many sections lie there as one (q, k and v apart: 1, 1, 1; fused: 3); None where a run is wide.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -48,16 +57,38 @@ class ParamSpec:
     kind: ParamKind
     dtype: DType
     scheme: Scheme
+    forms: tuple[DiskForm | None, ...] = ()
+    runs: tuple[int, ...] = ()
 
     @cached_property
     def section_rows(self) -> tuple[int, ...]:
         """Rows of each section, in order."""
         return tuple(section.rows for section in self.sections)
 
+    @cached_property
+    def run_rows(self) -> tuple[int, ...]:
+        """Rows of each run of sections that lies in the checkpoint as one."""
+        ends = tuple(accumulate(self.runs))
+        return tuple(sum(self.section_rows[end - count : end]) for end, count in zip(ends, self.runs, strict=True))
+
+    def run_at(self, section: int) -> int:
+        """The run that section `section` is in."""
+        return next(run for run, end in enumerate(accumulate(self.runs)) if section < end)
+
+    @cached_property
+    def kept_as_stored(self) -> bool:
+        """Whether what the checkpoint holds of it is kept, and not quantized anew."""
+        return bool(self.forms) and all(form is not None and form.kept == self.scheme for form in self.forms)
+
+    @cached_property
+    def kept_rows(self) -> tuple[int, ...]:
+        """Rows of each part that its scheme treats by itself: a section, or a run that is one on disk."""
+        return self.run_rows if self.kept_as_stored else self.section_rows
+
     def storage(self) -> dict[str, StoredSpec]:
         """What is kept for it, by name within its module ("weight", "weight_scale", or "bias")."""
         if self.kind in (ParamKind.LINEAR, ParamKind.HEAD):
-            return self.scheme.storage(self.section_rows, self.shape[1], wide=self.dtype)
+            return self.scheme.storage(self.kept_rows, self.shape[1], wide=self.dtype)
         return {self.name.rpartition(".")[2]: StoredSpec(self.shape, self.dtype)}
 
     @cached_property
@@ -129,6 +160,7 @@ RegexRule = tuple[re.Pattern[str], str | None, str]
 """A regular expression, what its first match becomes (None drops the tensor), and the reason."""
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+_EXPERT = re.compile(r"(.+\.experts)\.(\d{1,6})")
 
 
 @dataclass(frozen=True)
@@ -140,6 +172,7 @@ class WeightMap:
     2. `renames`: regular expressions, one after the other.
     3. `substrings`, one after the other: the first occurrence is replaced.
     4. `stacked`: the last module of the name is a part of a fused parameter; the first rule that fits applies.
+       Within an expert ("...experts.3.up_proj") `experts` is asked first.
     5. `prefixes`, then `suffixes`, of what has come of it; of each, the first that fits applies.
 
     What no rule touches keeps its name. Besides: tensors under one of the `unused` prefixes (prefix, reason) are
@@ -156,6 +189,9 @@ class WeightMap:
     unused: tuple[tuple[str, str], ...] = ()
     num_layers: int | None = None
     transposed: tuple[re.Pattern[str], ...] = ()
+    experts: tuple[ExpertRule, ...] = ()
+    fused_transposed: bool = False  # tensors of all experts hold each as [in, out]
+    fused_interleaved: bool = False  # in them, outputs of an expert's gate and up take turns
 
     def locate(self, name: str) -> Target | Dropped:
         """Where the checkpoint tensor `name` goes."""
@@ -205,6 +241,11 @@ class WeightMap:
     def _stack(self, name: str) -> tuple[str, int, int]:
         module, _, leaf = name.rpartition(".")
         parent, _, last = module.rpartition(".")
+        if self.experts and (found := _EXPERT.fullmatch(parent)) is not None:
+            expert = int(found[2])
+            for one in self.experts:
+                if one.source == last:
+                    return f"{found[1]}.{one.target}.{leaf}", expert * one.of + one.first, expert * one.of + one.stop
         for rule in self.stacked:
             if rule.source == last:
                 return f"{parent}.{rule.target}.{leaf}", rule.first, rule.stop

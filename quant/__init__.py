@@ -10,8 +10,10 @@ if TYPE_CHECKING:
     from quant.dtypes import DType
     from quant.errors import QuantError
     from quant.float8 import Fp8PerBlock, Fp8PerChannel, Fp8PerTensor
+    from quant.int4 import IntPerGroup
     from quant.int8 import Int8PerChannel
     from quant.kernels import KernelMode, Kernels
+    from quant.microscaling import MxFp4, MxFp8, NvFp4
     from quant.packed import PackedLinear, pack, packed_nbytes
     from quant.policy import QuantPolicy, Rule, default_policy
     from quant.registry import scheme_by_name, scheme_names
@@ -25,8 +27,12 @@ _HOME = {
     "Fp8PerChannel": "quant.float8",
     "Fp8PerTensor": "quant.float8",
     "Int8PerChannel": "quant.int8",
+    "IntPerGroup": "quant.int4",
     "KernelMode": "quant.kernels",
     "Kernels": "quant.kernels",
+    "MxFp4": "quant.microscaling",
+    "MxFp8": "quant.microscaling",
+    "NvFp4": "quant.microscaling",
     "PackedLinear": "quant.packed",
     "QuantError": "quant.errors",
     "QuantPolicy": "quant.policy",
@@ -48,8 +54,12 @@ __all__ = [
     "Fp8PerChannel",
     "Fp8PerTensor",
     "Int8PerChannel",
+    "IntPerGroup",
     "KernelMode",
     "Kernels",
+    "MxFp4",
+    "MxFp8",
+    "NvFp4",
     "PackedLinear",
     "QuantError",
     "QuantPolicy",

@@ -1,6 +1,7 @@
-"""FP8 weights (e4m3fn) with float32 scales: one per section, per output channel, or per block of 128 x 128.
+"""FP8 weights (e4m3fn) with float32 scales: one per section, per output channel, or per block (128 x 128).
 
 Scale = amax / 448, stored = e4m3fn(weight / scale). Per-tensor scales keep one slot for each section of a fused weight.
+With a `percentile` the magnitude at it stands for amax (quant.magnitudes), and what lies beyond saturates.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quant.dtypes import DType
+from quant.errors import QuantError
+from quant.percentile import check_percentile
 from quant.scheme import StoredSpec
 from quant.sections import row_range, total_rows
 
@@ -24,6 +27,11 @@ BLOCK = 128
 @dataclass(frozen=True)
 class Fp8PerTensor:
     """{"weight": [O, I], "weight_scale": [sections]}."""
+
+    percentile: float | None = None
+
+    def __post_init__(self) -> None:
+        check_percentile(self.percentile)
 
     @property
     def name(self) -> str:
@@ -53,15 +61,17 @@ class Fp8PerTensor:
 
     def quantize_into(self, weight: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
         """One scale for all of `weight`."""
-        from quant.float8_codec import encode_rows, row_amax, scale_of
-        from quant.panels import Workspace
+        from quant.float8_codec import FLOAT8
 
-        workspace = Workspace()
-        out["weight_scale"].copy_(scale_of(row_amax(weight, workspace).amax().view(1)))
-        encode_rows(weight, out["weight_scale"], out["weight"], workspace)
+        FLOAT8.quantize_tensor(weight, out=out["weight"], scale=out["weight_scale"], percentile=self.percentile)
 
     def dequantize(
-        self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], *, dtype: torch.dtype
+        self,
+        stored: Mapping[str, torch.Tensor],
+        sections: tuple[int, ...],
+        *,
+        dtype: torch.dtype,
+        in_features: int | None = None,
     ) -> torch.Tensor:
         """code x scale, in float32, rounded once."""
         return (stored["weight"].float() * self._rows(stored, sections).unsqueeze(1)).to(dtype)
@@ -91,6 +101,11 @@ class Fp8PerTensor:
 class Fp8PerChannel:
     """{"weight": [O, I], "weight_scale": [O]}."""
 
+    percentile: float | None = None
+
+    def __post_init__(self) -> None:
+        check_percentile(self.percentile)
+
     @property
     def name(self) -> str:
         """The name on the command line."""
@@ -117,15 +132,17 @@ class Fp8PerChannel:
 
     def quantize_into(self, weight: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
         """A scale for each row."""
-        from quant.float8_codec import encode_rows, row_amax, scale_of
-        from quant.panels import Workspace
+        from quant.float8_codec import FLOAT8
 
-        workspace = Workspace()
-        out["weight_scale"].copy_(scale_of(row_amax(weight, workspace)))
-        encode_rows(weight, out["weight_scale"], out["weight"], workspace)
+        FLOAT8.quantize_rows(weight, out=out["weight"], scale=out["weight_scale"], percentile=self.percentile)
 
     def dequantize(
-        self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], *, dtype: torch.dtype
+        self,
+        stored: Mapping[str, torch.Tensor],
+        sections: tuple[int, ...],
+        *,
+        dtype: torch.dtype,
+        in_features: int | None = None,
     ) -> torch.Tensor:
         """code x scale, in float32, rounded once."""
         return (stored["weight"].float() * stored["weight_scale"].unsqueeze(1)).to(dtype)
@@ -145,24 +162,33 @@ class Fp8PerChannel:
 
 @dataclass(frozen=True)
 class Fp8PerBlock:
-    """{"weight": [O, I], "weight_scale": [blocks of rows, blocks of columns]}, blocks of 128 x 128 from each section's
-    first row; the last of a section or a row may be smaller."""
+    """{"weight": [O, I], "weight_scale": [blocks of rows, blocks of columns]}, blocks of `block` rows x columns from
+    each section's first row; the last of a section or a row may be smaller. Other blocks than 128 x 128 are only kept,
+    where a checkpoint has them: weights are quantized in those."""
+
+    percentile: float | None = None
+    block: tuple[int, int] = (BLOCK, BLOCK)
+
+    def __post_init__(self) -> None:
+        check_percentile(self.percentile)
+        if min(self.block) < 1:
+            raise QuantError(f"a block of {self.block[0]} x {self.block[1]} numbers")
 
     @property
     def name(self) -> str:
-        """The name on the command line."""
-        return "fp8_per_block"
+        """The name on the command line; with the block's sizes where that has none for it."""
+        return "fp8_per_block" if self.block == (BLOCK, BLOCK) else f"fp8_per_block_{self.block[0]}x{self.block[1]}"
 
     @property
     def row_multiple(self) -> int:
         """A block's height."""
-        return BLOCK
+        return self.block[0]
 
     def storage(self, sections: tuple[int, ...], in_features: int, *, wide: DType) -> dict[str, StoredSpec]:
         """One byte a number, one float32 a block."""
         return {
             "weight": StoredSpec((total_rows(sections), in_features), DType.F8_E4M3),
-            "weight_scale": StoredSpec((sum(_blocks(sections)), -(-in_features // BLOCK)), DType.F32),
+            "weight_scale": StoredSpec((sum(self._blocks(sections)), -(-in_features // self.block[1])), DType.F32),
         }
 
     def section_views(
@@ -171,17 +197,25 @@ class Fp8PerBlock:
         """The section's rows, and its rows of scales."""
         return {
             "weight": stored["weight"][row_range(sections, index)],
-            "weight_scale": stored["weight_scale"][row_range(_blocks(sections), index)],
+            "weight_scale": stored["weight_scale"][row_range(self._blocks(sections), index)],
         }
 
     def quantize_into(self, weight: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
-        """A scale for each block."""
+        """A scale for each block of 128 x 128; QuantError for others."""
         from quant.float8_blocks import encode_blocks
 
-        encode_blocks(weight, out["weight_scale"], out["weight"])
+        if self.block != (BLOCK, BLOCK):
+            raise QuantError(f"{self.name}: weights are quantized in blocks of {BLOCK} x {BLOCK}")
+
+        encode_blocks(weight, out["weight_scale"], out["weight"], percentile=self.percentile)
 
     def dequantize(
-        self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], *, dtype: torch.dtype
+        self,
+        stored: Mapping[str, torch.Tensor],
+        sections: tuple[int, ...],
+        *,
+        dtype: torch.dtype,
+        in_features: int | None = None,
     ) -> torch.Tensor:
         """code x its block's scale, in float32, rounded once."""
         from quant.float8_blocks import scale_by_number
@@ -189,7 +223,8 @@ class Fp8PerBlock:
         parts = []
         for index in range(len(sections)):
             views = self.section_views(stored, sections, index)
-            parts.append(views["weight"].float() * scale_by_number(views["weight_scale"], views["weight"].shape))
+            codes = views["weight"]
+            parts.append(codes.float() * scale_by_number(views["weight_scale"], codes.shape, block=self.block))
         import torch
 
         return torch.cat(parts).to(dtype)
@@ -207,14 +242,13 @@ class Fp8PerBlock:
         import torch
 
         if len(sections) == 1:
-            return kernels.float8_blocks(x, stored["weight"], stored["weight_scale"], bias)
+            return kernels.float8_blocks(x, stored["weight"], stored["weight_scale"], bias, block=self.block)
         biases = [None] * len(sections) if bias is None else list(bias.split(list(sections)))
         outs = []
         for index, part in enumerate(biases):
             views = self.section_views(stored, sections, index)
-            outs.append(kernels.float8_blocks(x, views["weight"], views["weight_scale"], part))
+            outs.append(kernels.float8_blocks(x, views["weight"], views["weight_scale"], part, block=self.block))
         return torch.cat(outs, dim=-1)
 
-
-def _blocks(sections: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(-(-rows // BLOCK) for rows in sections)
+    def _blocks(self, sections: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(-(-rows // self.block[0]) for rows in sections)

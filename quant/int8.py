@@ -1,4 +1,7 @@
-"""INT8 weights, symmetric, a float32 scale per output channel: scale = amax / 127, stored = round(weight / scale)."""
+"""INT8 weights, symmetric, a float32 scale per output channel: scale = amax / 127, stored = round(weight / scale).
+
+With a `percentile` the magnitude at it stands for amax (quant.magnitudes), and what lies beyond saturates.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quant.dtypes import DType
+from quant.percentile import check_percentile
 from quant.scheme import StoredSpec
 from quant.sections import row_range, total_rows
 
@@ -19,6 +23,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Int8PerChannel:
     """{"weight": [O, I] from -127 to 127, "weight_scale": [O]}."""
+
+    percentile: float | None = None
+
+    def __post_init__(self) -> None:
+        check_percentile(self.percentile)
 
     @property
     def name(self) -> str:
@@ -46,16 +55,17 @@ class Int8PerChannel:
 
     def quantize_into(self, weight: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
         """A scale for each row."""
-        from quant.float8_codec import row_amax
-        from quant.int8_codec import encode_rows, scale_of
-        from quant.panels import Workspace
+        from quant.int8_codec import INT8
 
-        workspace = Workspace()
-        out["weight_scale"].copy_(scale_of(row_amax(weight, workspace)))
-        encode_rows(weight, out["weight_scale"], out["weight"], workspace)
+        INT8.quantize_rows(weight, out=out["weight"], scale=out["weight_scale"], percentile=self.percentile)
 
     def dequantize(
-        self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], *, dtype: torch.dtype
+        self,
+        stored: Mapping[str, torch.Tensor],
+        sections: tuple[int, ...],
+        *,
+        dtype: torch.dtype,
+        in_features: int | None = None,
     ) -> torch.Tensor:
         """number x scale, in float32, rounded once."""
         return (stored["weight"].float() * stored["weight_scale"].unsqueeze(1)).to(dtype)

@@ -10,22 +10,31 @@ T rows of x, O output rows, I input features. x [..., I] and the result [..., O]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from math import lcm
 
 import torch
 import torch.nn.functional as F
 
 from quant.cpu_features import CpuFeatures
+from quant.device_features import DeviceFeatures, triton_installed
+from quant.device_products import OnDevice
 from quant.float8_blocks import BLOCK, multiply_blocks, scale_by_number
 from quant.float8_codec import EXPANDED, expand
+from quant.int4_strips import IntGroups
+from quant.mx_codec import multiply_blocks as multiply_columns
+from quant.mx_strips import ScaledBlocks
+from quant.panel_bounds import ROW_MULTIPLE
 from quant.panels import InOrder, RunPanels, Workspace
-from quant.products import INT8_MULTIPLE, Expand, int8_rows, on_device, one_row, straight, stripwise, turned
+from quant.products import INT8_MULTIPLE, Expand, int8_rows, one_row, straight, stripwise, turned
 
 STRIP_ROWS = 4  # rows of x from which widening a weight pays, where half precision has no instructions of its own
 NATIVE_ROWS = 16  # rows of x from which strips in bfloat16 are faster than in float32, where it has instructions
+GROUPS_NATIVE_ROWS = 64  # the same for codes in groups or blocks, which are widened by way of float32
 TURNED_ROWS = 128  # rows of x up to which bfloat16 is faster with the weight on the left, where it has instructions
+LARGEST_BLOCK = 1024  # rows of a block of scales that a panel is made of whole ones of
 INT8_ROWS = 15  # rows of x up to which torch's int8 product is the fastest
 
 
@@ -33,7 +42,7 @@ class KernelMode(Enum):
     """How freely a matmul may be chosen."""
 
     DEFAULT = "default"  # the fastest that works on what is stored, as it arrives
-    FAST = "fast"  # packed forms (quant.packed) from a fixed token on: other bits than DEFAULT; else as DEFAULT
+    FAST = "fast"  # also 8-bit activations: packed forms (quant.packed) from a fixed token on, float8 products on a GPU
     EXACT = "exact"  # the reference: the weight widened to float32, and a float32 product
 
 
@@ -44,6 +53,7 @@ class Kernels:
     mode: KernelMode = KernelMode.DEFAULT
     features: CpuFeatures = field(default_factory=CpuFeatures)
     run: RunPanels = field(default_factory=InOrder)
+    triton: bool = field(default_factory=triton_installed)
 
     @classmethod
     def detect(cls, *, mode: KernelMode = KernelMode.DEFAULT, run: RunPanels | None = None) -> Kernels:
@@ -78,7 +88,9 @@ class Kernels:
     ) -> torch.Tensor:
         """weight int8 [O, I], scale float32 [O]."""
         if x.device.type != "cpu":
-            return on_device(x, weight, bias, _by_row_scale(weight, scale))
+            return self._on_device(x).integers(
+                x, weight, scale.unsqueeze(1), 0, bias, bits=8, group=0, widen=_by_row_scale(weight, scale)
+            )
         rows = _rows(x)
         if self._int8_rows(rows):
             out = int8_rows(rows, weight, scale, bias)
@@ -96,7 +108,7 @@ class Kernels:
     ) -> torch.Tensor:
         """weight e4m3fn [O, I], scale float32 [O]."""
         if x.device.type != "cpu":
-            return on_device(x, weight, bias, _by_row_scale(weight, scale))
+            return self._on_device(x).float8_rows(x, weight, scale, bias, widen=_by_row_scale(weight, scale))
 
         def widen(start: int, stop: int, out: torch.Tensor, workspace: Workspace) -> None:
             expand(weight[start:stop], out, workspace)
@@ -106,30 +118,69 @@ class Kernels:
         return out.view(*x.shape[:-1], weight.shape[0])
 
     def float8_blocks(
-        self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        block: tuple[int, int] = (BLOCK, BLOCK),
     ) -> torch.Tensor:
-        """weight e4m3fn [O, I] of one section, scale float32 [ceil(O/128), ceil(I/128)]."""
+        """weight e4m3fn [O, I] of one section, scale float32 [ceil(O / block 0), ceil(I / block 1)]."""
         if x.device.type != "cpu":
-            return on_device(x, weight, bias, _by_block_scale(weight, scale))
+            widened = _by_block_scale(weight, scale, block)
+            return self._on_device(x).float8_blocks(x, weight, scale, bias, block=block, widen=widened)
         factors = scale * EXPANDED
 
         def widen(start: int, stop: int, out: torch.Tensor, workspace: Workspace) -> None:
             single = out.dtype == torch.float32
             wide = out if single else workspace.take("blocks", tuple(out.shape), torch.float32)
             expand(weight[start:stop], wide, workspace)
-            for row in range(start, stop, BLOCK):
-                multiply_blocks(wide[row - start : min(row + BLOCK, stop) - start], factors[row // BLOCK])
+            if block[0] == 1:
+                multiply_columns(wide, factors[start:stop], block=block[1])
+            for first, last in _block_rows(start, stop, block[0]) if block[0] > 1 else ():
+                multiply_blocks(wide[first - start : last - start], factors[first // block[0]], columns=block[1])
             if not single:
                 out.copy_(wide)
 
         dtype = self._strip_dtype(x)
-        out = stripwise(_rows(x), weight, widen, None, bias, dtype=dtype, run=self.run, multiple=BLOCK)
+        multiple = lcm(ROW_MULTIPLE, block[0]) if block[0] < LARGEST_BLOCK else ROW_MULTIPLE
+        out = stripwise(_rows(x), weight, widen, None, bias, dtype=dtype, run=self.run, multiple=multiple)
         return out.view(*x.shape[:-1], weight.shape[0])
 
-    def _strip_dtype(self, x: torch.Tensor) -> torch.dtype:
+    def int4(self, x: torch.Tensor, groups: IntGroups, bias: torch.Tensor | None) -> torch.Tensor:
+        """A weight of integer codes in groups of inputs (quant.int4_strips)."""
+        if x.device.type != "cpu":
+            return self._on_device(x).integers(
+                x, groups.weight, groups.scale, groups.zero, bias,
+                bits=groups.bits, group=groups.group, widen=groups.on_device(x.shape[-1]),
+            )  # fmt: skip
+        dtype = self._strip_dtype(x, least_rows=GROUPS_NATIVE_ROWS)
+        out = stripwise(_rows(x), groups.weight, groups.widen, None, bias, dtype=dtype, run=self.run)
+        return out.view(*x.shape[:-1], groups.weight.shape[0])
+
+    def microscaled(self, x: torch.Tensor, blocks: ScaledBlocks, bias: torch.Tensor | None) -> torch.Tensor:
+        """A weight of small floats in blocks of inputs that share a scale (quant.mx_strips)."""
+        if x.device.type != "cpu":
+            return self._on_device(x).small_floats(
+                x, blocks.weight, blocks.scale, blocks.row_scale, bias,
+                block=blocks.block, widen=blocks.on_device(x.shape[-1]),
+            )  # fmt: skip
+        dtype, scale = self._strip_dtype(x, least_rows=GROUPS_NATIVE_ROWS), blocks.row_scale
+        out = stripwise(_rows(x), blocks.weight, blocks.widen, scale, bias, dtype=dtype, run=self.run)
+        return out.view(*x.shape[:-1], blocks.weight.shape[0])
+
+    def _on_device(self, x: torch.Tensor) -> OnDevice:
+        """Products on x's device. EXACT knows nothing of it, so that everything goes through strips."""
+        if self.mode is KernelMode.EXACT:
+            return OnDevice(DeviceFeatures())
+        features = DeviceFeatures.detect(x.device, triton=self.triton)
+        return OnDevice(features, round_activations=self.mode is KernelMode.FAST)
+
+    def _strip_dtype(self, x: torch.Tensor, *, least_rows: int = NATIVE_ROWS) -> torch.dtype:
         """What a quantized weight is widened to. bfloat16 holds every code of int8 and of float8 exactly."""
         native = self.features.native_bf16 and x.dtype == torch.bfloat16 and self.mode is not KernelMode.EXACT
-        return torch.bfloat16 if native and x.numel() >= NATIVE_ROWS * x.shape[-1] else torch.float32
+        return torch.bfloat16 if native and x.numel() >= least_rows * x.shape[-1] else torch.float32
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -147,9 +198,21 @@ def _by_row_scale(weight: torch.Tensor, scale: torch.Tensor) -> Callable[[int, i
     return lambda start, stop: weight[start:stop].float().mul_(scale[start:stop].unsqueeze(1))
 
 
-def _by_block_scale(weight: torch.Tensor, scale: torch.Tensor) -> Callable[[int, int], torch.Tensor]:
+def _block_rows(start: int, stop: int, height: int) -> Iterator[tuple[int, int]]:
+    """The runs of rows [start, stop) that lie in one block each."""
+    while start < stop:
+        end = min(stop, (start // height + 1) * height)
+        yield start, end
+        start = end
+
+
+def _by_block_scale(
+    weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]
+) -> Callable[[int, int], torch.Tensor]:
     def widen(start: int, stop: int) -> torch.Tensor:
-        part = weight[start:stop]
-        return part.float().mul_(scale_by_number(scale[start // BLOCK : -(-stop // BLOCK)], part.shape))
+        first = start // block[0]
+        shape = torch.Size((stop - first * block[0], weight.shape[1]))
+        scales = scale_by_number(scale[first : -(-stop // block[0])], shape, block=block)
+        return weight[start:stop].float().mul_(scales[start - first * block[0] :])
 
     return widen

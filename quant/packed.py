@@ -1,16 +1,17 @@
-"""Packed copies of stored weights for `KernelMode.FAST`: faster for one row of activations, with other bits.
+"""Packed copies of stored weights for `KernelMode.FAST`: faster for few rows of activations, with other bits.
 
-Only int8_per_channel has one: FBGEMM's layout, whose product multiplies int8 by int8 with sums in int32, after rounding
-the row of activations to 8 bits (7 where the CPU lacks the instructions that keep such sums from overflowing). It reads
-a weight 1.5 to 2 times as fast as the default, and is packed at 0.1 to 0.3 GB/s a thread: too slow to be done on a
-weight's way in.
+int8_per_channel has FBGEMM's layout, whose product multiplies int8 by int8 with sums in int32, after rounding the row
+of activations to 8 bits (7 where the CPU lacks the instructions that keep such sums from overflowing). It reads a
+weight 1.5 to 2 times as fast as the default, and is packed at 0.1 to 0.3 GB/s a thread: too slow to be done on a
+weight's way in. int4_per_group has the tiles of torch's int4 product (quant.tiled_int4), ten times as fast at one row.
 
 The other schemes are the same under "fast" as under "default". Their candidate, FBGEMM's float16 form, is slower at one
 row than the bfloat16 product where the CPU has instructions for that; where it has none it would double the memory to
 save a quarter of the time.
 
-A row by itself decides its rounding, so products of more rows are left to the stored weight: rows of one product would
-share one rounding, and a sequence's tokens would depend on what else is in the batch. Imports no torch. [no-torch]
+A row by itself decides its rounding in FBGEMM's layout, so products of more rows are left to the stored weight: rows of
+one product would share one rounding, and a sequence's tokens would depend on what else is in the batch. Imports no
+torch. [no-torch]
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from quant.int4 import IntPerGroup
 from quant.int8 import Int8PerChannel
 from quant.scheme import Scheme
 from quant.sections import total_rows
+from quant.tiled_int4 import is_tileable, most_rows, tile, tiled_nbytes
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +40,21 @@ if TYPE_CHECKING:
 _K_MULTIPLE, _N_MULTIPLE, _ROW_NBYTES, _REST_NBYTES = 128, 32, 32, 1 << 16
 
 
+class PackedLinear(Protocol):
+    """A packed copy of a weight [O, I]."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the copy takes at the most."""
+        ...
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """x [..., I] -> [..., O] in x's dtype, or None where such an x is left to the stored weight."""
+        ...
+
+
 @dataclass(frozen=True)
-class PackedLinear:
+class FbgemmLinear:
     """A weight [O, I] as FBGEMM's object."""
 
     packed: Any
@@ -71,7 +87,10 @@ class PackedLinear:
 
 def packed_nbytes(scheme: Scheme, sections: tuple[int, ...], in_features: int) -> int:
     """Bytes that `pack` will take for such a weight at the most; 0 where the scheme has no packed form."""
-    return _nbytes(total_rows(sections), in_features) if isinstance(scheme, Int8PerChannel) else 0
+    rows = total_rows(sections)
+    if isinstance(scheme, IntPerGroup) and is_tileable(scheme, rows, in_features):
+        return tiled_nbytes(scheme, rows, in_features)
+    return _nbytes(rows, in_features) if isinstance(scheme, Int8PerChannel) else 0
 
 
 def _nbytes(rows: int, columns: int) -> int:
@@ -84,27 +103,39 @@ def pack(
 ) -> list[PackedLinear | None]:
     """Packed copies of weights (scheme, stored tensors), made on the threads of `kernels`; the stored stay.
 
-    None where there is no packed form: for other schemes, devices other than CPUs, and builds of torch without FBGEMM.
+    None where there is no packed form: for other schemes, for sizes that the int4 product does not take and CPUs on
+    which it is slow, for devices other than CPUs, and for int8 in builds of torch without FBGEMM.
     """
     found: list[PackedLinear | None] = [None] * len(weights)
 
-    def panel(index: int, stored: Mapping[str, torch.Tensor]) -> Panel:
+    def panel(index: int, scheme: Scheme, stored: Mapping[str, torch.Tensor]) -> Panel:
         def compute(workspace: Workspace) -> None:
-            rows, columns = stored["weight"].shape
-            found[index] = PackedLinear(_prepacked(**stored), (rows, columns), not kernels.features.vnni)
+            found[index] = _packed(scheme, stored, kernels)
 
         return compute
 
     with _deprecation_ignored():
-        kernels.run([panel(index, stored) for index, (scheme, stored) in enumerate(weights) if _packs(scheme, stored)])
+        kernels.run([panel(index, *weight) for index, weight in enumerate(weights) if _packs(*weight)])
     return found
 
 
 def _packs(scheme: Scheme, stored: Mapping[str, torch.Tensor]) -> bool:
     import torch
 
+    if stored["weight"].device.type != "cpu":
+        return False
+    if isinstance(scheme, IntPerGroup):
+        rows, width = stored["weight"].shape
+        return most_rows() > 0 and is_tileable(scheme, rows, 2 * width)
     engine = torch.backends.quantized.engine in ("fbgemm", "x86")  # x86 takes FBGEMM for linear layers
-    return engine and isinstance(scheme, Int8PerChannel) and stored["weight"].device.type == "cpu"
+    return engine and isinstance(scheme, Int8PerChannel)
+
+
+def _packed(scheme: Scheme, stored: Mapping[str, torch.Tensor], kernels: Kernels) -> PackedLinear:
+    if isinstance(scheme, IntPerGroup):
+        return tile(stored, group_size=scheme.group_size)
+    rows, columns = stored["weight"].shape
+    return FbgemmLinear(_prepacked(**stored), (rows, columns), not kernels.features.vnni)
 
 
 def _prepacked(weight: torch.Tensor, weight_scale: torch.Tensor) -> Any:

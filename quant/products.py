@@ -97,7 +97,7 @@ def stripwise(
 ) -> torch.Tensor:
     """Panels expanded strip by strip into `dtype` and multiplied there; scale [O] and bias are applied in float32."""
     out = rows.new_empty(rows.shape[0], weight.shape[0])
-    wide, columns = rows.to(dtype), weight.shape[1]
+    wide, columns = rows.to(dtype), rows.shape[1]
     tall = dtype == torch.float32 and rows.shape[0] in TALL_ROWS
     turned = wide.t().contiguous() if tall else wide
 
@@ -133,11 +133,11 @@ def _row_nbytes(weight: torch.Tensor) -> int:
 def on_device(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, widen: Callable[[int, int], torch.Tensor]
 ) -> torch.Tensor:
-    """x [..., I] times a stored weight [O, I] on a device: runs of rows widened to float32, rounded to x's dtype and
+    """x [..., I] times a stored weight [O, ...] on a device: runs of rows widened to float32, rounded to x's dtype and
     multiplied, so that little is held beside the weight. `widen(start, stop)` gives float32 [stop - start, I], a run
     that begins with a scale block."""
     out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype, device=x.device)
-    size = max(1, DEVICE_STRIP_NBYTES // (4 * weight.shape[1] * BLOCK_ROWS)) * BLOCK_ROWS
+    size = max(1, DEVICE_STRIP_NBYTES // (4 * max(1, x.shape[-1]) * BLOCK_ROWS)) * BLOCK_ROWS
     for start in range(0, weight.shape[0], size):
         stop = min(weight.shape[0], start + size)
         part = None if bias is None else bias[start:stop]

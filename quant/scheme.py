@@ -67,9 +67,18 @@ class Scheme(Protocol):
         ...
 
     def dequantize(
-        self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], *, dtype: torch.dtype
+        self,
+        stored: Mapping[str, torch.Tensor],
+        sections: tuple[int, ...],
+        *,
+        dtype: torch.dtype,
+        in_features: int | None = None,
     ) -> torch.Tensor:
-        """The wide weight [O, I] that the stored form stands for: the product in float32, rounded to `dtype` once."""
+        """The wide weight [O, I] that the stored form stands for: the product in float32, rounded to `dtype` once.
+
+        `in_features` is I. Two numbers to a byte do not tell whether the last one is there: where it is not given, it
+        is taken to be, so that an odd I comes with one more column, to be left out.
+        """
         ...
 
     def linear(

@@ -45,7 +45,12 @@ class Wide:
         out["weight"].copy_(weight)
 
     def dequantize(
-        self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], *, dtype: torch.dtype
+        self,
+        stored: Mapping[str, torch.Tensor],
+        sections: tuple[int, ...],
+        *,
+        dtype: torch.dtype,
+        in_features: int | None = None,
     ) -> torch.Tensor:
         """The weight in `dtype`; the stored tensor itself where the dtypes agree."""
         return stored["weight"].to(dtype)

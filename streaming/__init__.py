@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from streaming.model import StreamedModel
     from streaming.options import LoadOptions
     from streaming.prepare import Prepared
+    from streaming.quality import measure_quality
+    from streaming.quality_report import Quality
     from streaming.residency import LayerState
     from streaming.sources import Source
     from streaming.stats import Summary
@@ -54,6 +56,7 @@ __all__ = [
     "OptionError",
     "Piece",
     "Prepared",
+    "Quality",
     "SamplingParams",
     "Source",
     "StreamClosedError",
@@ -62,6 +65,7 @@ __all__ = [
     "Summary",
     "TensorMismatchError",
     "WorkerError",
+    "measure_quality",
     "open_llm",
 ]
 
@@ -74,10 +78,12 @@ _HOMES = {
     "LoadOptions": "streaming.options",
     "Piece": "streaming.generate",
     "Prepared": "streaming.prepare",
+    "Quality": "streaming.quality_report",
     "SamplingParams": "layers.sampling_params",
     "Source": "streaming.sources",
     "StreamedModel": "streaming.model",
     "Summary": "streaming.stats",
+    "measure_quality": "streaming.quality",
     "open_llm": "streaming.llm",
 }
 

@@ -27,7 +27,8 @@ class Accounts:
         """One item is where it belongs. Raises LayerLoadError when some of its rows were filled before."""
         first = 0 if item.stored is not None else sum(item.param.section_rows[: item.section])
         start, stop = first + item.section_rows[0], first + item.section_rows[1]
-        runs = self._filled.setdefault(item.param.name, {}).setdefault(item.stored, [])
+        key = item.stored or item.fills or None
+        runs = self._filled.setdefault(item.param.name, {}).setdefault(key, [])
         for other in runs:
             if start < other[1] and other[0] < stop:
                 rows = f"rows {max(start, other[0])} to {min(stop, other[1])}"
@@ -46,12 +47,23 @@ class Accounts:
 
 
 def _gaps(param: ParamSpec, filled: _Runs) -> Iterator[str]:
-    wanted: dict[str | None, int] = {None: param.shape[0]}
-    if any(stored is not None for stored in filled):
-        wanted = {name: spec.shape[0] if spec.shape else 1 for name, spec in param.storage().items()}
-    for stored, rows in wanted.items():
-        done = 0
-        for start, stop in (*sorted(filled.get(stored, [])), (rows, rows)):
-            if start > done:
-                yield f"rows {done} to {start}{f' of its {stored}' if stored else ''} were never filled"
-            done = stop
+    for stored, first, last in _wanted(param, filled):
+        done = first
+        for start, stop in (*sorted(filled.get(stored, [])), (last, last)):
+            if stop > first and min(start, last) > done:
+                yield f"rows {done} to {min(start, last)}{f' of its {stored}' if stored else ''} were never filled"
+            done = max(done, stop)
+
+
+def _wanted(param: ParamSpec, filled: _Runs) -> Iterator[tuple[str | None, int, int]]:
+    """What must be filled: (stored tensor or None for wide numbers, first row, row behind the last)."""
+    if param.forms:
+        first = 0
+        for form, rows in zip(param.forms, param.run_rows, strict=True):
+            names = [None] if form is None else [one.fills for one in form.tensors(rows, param.shape[1]) if one.fills]
+            yield from ((name, first, first + rows) for name in names)
+            first += rows
+    elif any(stored is not None for stored in filled):
+        yield from ((name, 0, spec.shape[0] if spec.shape else 1) for name, spec in param.storage().items())
+    else:
+        yield None, 0, param.shape[0]

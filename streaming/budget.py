@@ -18,6 +18,7 @@ from streaming.plan import LoadItem, LoadPlan
 from streaming.sizes import format_size
 
 DEFAULT_WINDOW_NBYTES = 128 << 20
+REQUANTIZED_STRIP_NBYTES = 16 << 20  # as quant.requantize takes them, which imports torch
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,25 @@ def convert_nbytes(plan: LoadPlan) -> int:
     """What exists beside the window: a wide item in the slice stage and one in the quantize stage, the copies of one
     that is turned round as a whole, and a table whose rows are no runs of bytes, while the prompt's are picked."""
     wide = 2 * max((_wide_nbytes(item) for item in plan.items if _is_converted(item)), default=0)
+    wide += max((_arrival_nbytes(item) for item in plan.items if item.completes), default=0)
     return wide + max((_turned_nbytes(item) for item in plan.items), default=0) + _picked_nbytes(plan.table)
 
 
 def _is_converted(item: LoadItem) -> bool:
+    if item.leaf:
+        return False
     return not item.tensor.is_plain and item.param.scheme.name != "none"  # others are views, or written to their place
+
+
+def _arrival_nbytes(item: LoadItem) -> int:
+    """What holds a weight in its form on disk until it is whole, where it is quantized anew, and its wide rows then."""
+    param = item.param
+    if param.kept_as_stored:
+        return 0
+    rows = param.run_rows[param.run_at(item.section)]
+    held = sum(spec.nbytes for spec in item.form.kept.storage((rows,), param.shape[1], wide=param.dtype).values())
+    strip = rows * param.shape[1] * param.dtype.itemsize
+    return held + (strip if param.scheme.row_multiple == 0 else min(strip, REQUANTIZED_STRIP_NBYTES))
 
 
 def _wide_nbytes(item: LoadItem) -> int:

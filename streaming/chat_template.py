@@ -1,16 +1,19 @@
 """A conversation as the text that a model was trained on: its chat template, rendered as Hugging Face does. [no-torch]
 
-A template is a program that came with the weights. It runs in a sandbox (no attributes of Python's own, no changes to
-the messages) and with limits on its loops, calls and sizes; what it does wrong ends in one line of error.
+A template is a program that came with the weights. It runs in a process of its own, in a sandbox (no attributes of
+Python's own, no changes to the messages) and with limits on its loops, calls, sizes, time and memory; what it does
+wrong ends in one line of error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from importlib.util import find_spec
 from typing import Any
 
 from streaming.errors import OptionError, StreamingError
+from streaming.template_process import render_apart
 from streaming.tokenizer_config import DEFAULT_TEMPLATE
 
 Message = Mapping[str, Any]
@@ -34,7 +37,7 @@ def render_chat(
     `messages`: {"role": "user", "content": TEXT} each, oldest first. `add_generation_prompt` ends it with the opening
     of the answer. `special_tokens` are texts by role (`Tokenizer.special_tokens`); `bos_token` and `eos_token`, where
     given, come before theirs. `variables` are handed to the template as they are: `enable_thinking` and its like.
-    `now` is what the template's `strftime_now` tells (this moment when None).
+    `now` is what the template's `strftime_now` tells (this moment when None). All of it is handed over as JSON.
 
     Raises StreamingError, in one line, when the template refuses the conversation, fails, or does what it must not.
     """
@@ -68,12 +71,6 @@ def choose_template(templates: Mapping[str, str], *, name: str | None = None, to
 
 
 def _render(template: str, given: Mapping[str, Any], now: datetime) -> str:
-    try:
-        from streaming.template_sandbox import render_template
-    except ImportError as error:
-        if error.name not in ("jinja2", "markupsafe"):
-            raise
-        raise StreamingError(
-            "chat templates need the package jinja2, which is not installed: pip install jinja2"
-        ) from error
-    return render_template(template, given, now=now)
+    if find_spec("jinja2") is None:
+        raise StreamingError("chat templates need the package jinja2, which is not installed: pip install jinja2")
+    return render_apart(template, given, now=now)

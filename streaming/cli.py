@@ -17,9 +17,10 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from layers.errors import LogitsError, ModelConfigError, WeightError
+from layers.kv_forms import CACHE_DTYPES
 from quant.errors import QuantError
 from streaming.errors import OptionError, StreamingError
-from streaming.options import DTYPES, KERNELS, READERS, LoadOptions
+from streaming.options import ACTIVATION_DTYPES, DTYPES, KERNELS, READERS, LoadOptions
 from streaming.read_strategy import STRATEGIES
 from streaming.sources import parse_source
 
@@ -31,7 +32,9 @@ COMMANDS = {
     "logits": "float32 logits of every position, into a .npy file",
     "verify": "streamed equals resident: every stored tensor, every layer's output, the logits",
     "save-shards": "load once and write what is stored; --load-format sharded_state reads it straight into place",
+    "quantize": "write a quantized checkpoint that others read: Hugging Face's layout, compressed-tensors",
     "bench": "cold and warm time to first token against the measured floor",
+    "quality": "what each scheme does to weights, logits and perplexity, on a text",
     "download": "fetch a model into the hub's cache, so that a load finds it there",
 }
 OWN_OPTIONS = ("download",)  # commands that load nothing
@@ -203,14 +206,20 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         "model", metavar="MODEL", help="a folder, a weights file, a hub id owner/name[@revision], an address, or 'demo'"
     )
     add = parser.add_argument_group("loading").add_argument
-    add("--quantization", default="none", metavar="SCHEME", help="quantize while loading, e.g. fp8_per_channel")
+    add("--quantization", default="none", metavar="SCHEME",
+        help="quantize while loading, e.g. fp8_per_channel, or int4_per_group[:32|64|128][:asym]")  # fmt: skip
     add("--quantize-head", action="store_true", help="the output projection too")
+    add("--quantization-config", metavar="JSON", help="a scheme per pattern of module names: JSON, or a file of it")
+    add("--scale-percentile", type=float, metavar="P", help="scales from this percentile of magnitudes, e.g. 99.9")
     add("--dtype", default="auto", metavar="DTYPE", help=f"of wide weights and activations: {', '.join(DTYPES)}")
     add("--device", default="cpu", help="cpu or cuda[:index]")
     add("--memory", metavar="SIZE", help="limit for weights, window and caches, e.g. 6GiB; refused when too small")
     add("--window", metavar="SIZE", help="bytes read ahead of the quantizer, e.g. 128MiB")
     add("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer together")
     add("--kernels", default="default", metavar="MODE", help=f"{', '.join(KERNELS)}; fast has other bits")
+    add("--kv-cache-dtype", default="auto", metavar="DTYPE", help=f"of keys and values: {', '.join(CACHE_DTYPES)}")
+    add("--activation-dtype", default="auto", metavar="DTYPE", help="of what linear layers multiply: "
+        f"{', '.join(ACTIVATION_DTYPES)} (a scale a token)")  # fmt: skip
     add("--threads", type=int, metavar="N", help="compute threads once loaded (default: all cores)")
     add("--load-format", default="auto", metavar="FORMAT", help="auto, hf, safetensors, pt, npcache, gguf, mistral, "
         "sharded_state, dummy, remote, tensorizer, runai_streamer or fastsafetensors")  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -104,9 +104,9 @@ class CpuDevice:
         self._window = None if window is None else torch.frombuffer(window, dtype=torch.uint8)
         self._final = final
         self.stored = _views_of_final(plan, reader.read_plan, final)
-        in_place = {*self.stored, *(param for param, _ in reader.read_plan.mapped)}
-        rest = [param for param in _params(plan) if param.name not in in_place]
-        self.stored.update(arena_tensors({param.name: param.storage() for param in rest}))
+        in_place = {*reader.read_plan.final_offsets, *reader.read_plan.mapped}
+        for name, tensors in arena_tensors(_without(plan, in_place)).items():
+            self.stored.setdefault(name, {}).update(tensors)
         self._maps = KeptMaps(plan, reader.read_plan) if reader.read_plan.mapped else None  # last: it opens files
         if self._maps is not None:
             _add_views_of_files(self.stored, plan, reader.read_plan, self._maps.maps)
@@ -147,6 +147,17 @@ class CpuDevice:
         self.stored = {}
         if self._maps is not None:
             self._maps.close()
+
+
+def _without(plan: LoadPlan, in_place: Collection[tuple[str, str]]) -> dict[str, dict[str, StoredSpec]]:
+    """Of every parameter the stored tensors that do not lie in the reader's memory or in a file; parameters of which
+    nothing is left are left out."""
+    found: dict[str, dict[str, StoredSpec]] = {}
+    for param in _params(plan):
+        rest = {name: spec for name, spec in param.storage().items() if (param.name, name) not in in_place}
+        if rest:
+            found[param.name] = rest
+    return found
 
 
 def _punch(memory: mmap.mmap, offset: int, nbytes: int) -> None:

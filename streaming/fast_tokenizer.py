@@ -13,6 +13,7 @@ from tokenizers import AddedToken, models
 
 from streaming.errors import CheckpointFormatError, StreamingError
 from streaming.gguf_tokenizer import TokenizerRecipe
+from streaming.panic_text import is_panic, without_panic_text
 from streaming.text_decoding import Decoding, decoding_from_json
 from streaming.tokenizer_config import DEFAULT_TEMPLATE, AddedTokenSpec, TokenizerSettings
 
@@ -20,7 +21,8 @@ from streaming.tokenizer_config import DEFAULT_TEMPLATE, AddedTokenSpec, Tokeniz
 def load_tokenizer(path: Path, *, settings: TokenizerSettings) -> FastTokenizer:
     """The tokenizer of a tokenizer.json file. Raises CheckpointFormatError when the file is none."""
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        with without_panic_text():
+            backend = tokenizers.Tokenizer.from_file(str(path))
     except BaseException as error:
         _pass_others_on(error)
         raise CheckpointFormatError(
@@ -47,16 +49,17 @@ def build_tokenizer(recipe: TokenizerRecipe) -> FastTokenizer:
         "model": {"type": "BPE", "vocab": {}, "merges": []},
     }
     try:
-        backend = tokenizers.Tokenizer.from_str(json.dumps(shell))
-        # Handing the vocabulary over as objects takes half the time that it takes inside the JSON text.
-        backend.model = models.BPE(
-            vocab=recipe.vocab,
-            merges=recipe.merges,
-            unk_token=recipe.unk_token,
-            fuse_unk=recipe.byte_fallback,
-            byte_fallback=recipe.byte_fallback,
-            ignore_merges=recipe.ignore_merges,
-        )
+        with without_panic_text():
+            backend = tokenizers.Tokenizer.from_str(json.dumps(shell))
+            # Handing the vocabulary over as objects takes half the time that it takes inside the JSON text.
+            backend.model = models.BPE(
+                vocab=recipe.vocab,
+                merges=recipe.merges,
+                unk_token=recipe.unk_token,
+                fuse_unk=recipe.byte_fallback,
+                byte_fallback=recipe.byte_fallback,
+                ignore_merges=recipe.ignore_merges,
+            )
     except BaseException as error:
         _pass_others_on(error)
         raise CheckpointFormatError(f"{recipe.source}: the tokenizer cannot be built: {_one_line(error)}") from error
@@ -106,7 +109,8 @@ class FastTokenizer:
         CheckpointFormatError where the tokenizer contradicts itself, which shows only here."""
         own_ends = self._settings.add_bos is None and self._settings.add_eos is None
         try:
-            ids = self._backend.encode(text, add_special_tokens=add_special_tokens and own_ends).ids
+            with without_panic_text():
+                ids = self._backend.encode(text, add_special_tokens=add_special_tokens and own_ends).ids
         except TypeError as error:
             raise StreamingError("the text holds bytes that are not UTF-8; give it as valid UTF-8") from error
         except BaseException as error:
@@ -117,7 +121,8 @@ class FastTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of `ids`; ids that are not in the vocabulary have none."""
         try:
-            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            with without_panic_text():
+                return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except BaseException as error:
             _pass_others_on(error)
             raise CheckpointFormatError(f"{self._source}: cannot decode token ids: {_one_line(error)}") from error
@@ -162,7 +167,7 @@ def _add(backend: tokenizers.Tokenizer, specs: Sequence[AddedTokenSpec]) -> None
 
 def _pass_others_on(error: BaseException) -> None:
     """Raise what is not the package's own: it raises plain Exception, and its panics are no Exception at all."""
-    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+    if not isinstance(error, Exception) and not is_panic(error):
         raise error
 
 

@@ -38,7 +38,7 @@ def read_generation_defaults(checkpoint: Checkpoint) -> GenerationDefaults:
     the wrong type or cannot be.
     """
     if checkpoint.metadata:  # a GGUF's, or what save-shards kept of one
-        return _from_gguf(checkpoint.metadata, str(checkpoint.root))
+        return _from_gguf(checkpoint.metadata, checkpoint.name)
     folder = checkpoint.root if checkpoint.root.is_dir() else checkpoint.root.parent
     path = folder / "generation_config.json"
     generation = read_json_object(path) if path.is_file() else {}

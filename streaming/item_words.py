@@ -19,7 +19,7 @@ def log_item(item: LoadItem) -> None:
 def feeds(layer: LayerPlan, param: str) -> Iterator[LoadItem]:
     """The first item of each tensor that feeds a parameter."""
     for item in layer.items:
-        first = item.rows[0] == 0 if item.stored is not None else item.section_rows[0] == 0
+        first = item.rows[0] == 0 if item.stored is not None or item.leaf else item.section_rows[0] == 0
         if item.param.name == param and first:
             yield item
 
@@ -35,6 +35,8 @@ def target_words(item: LoadItem) -> str:
     if item.stored is not None:
         return f"{item.param.name} [{item.param.scheme.name}] {item.stored} as stored"
     part = part_words(item)
+    if item.leaf:
+        return f"{item.param.name} [{item.param.scheme.name}] {item.fills}{f' part {part}' if part else ''}"
     return f"{item.param.name} [{item.param.scheme.name}]{f' part {part}' if part else ''}"
 
 

@@ -7,7 +7,8 @@ a cache that is not quantized. Whatever may be a weight stays a problem.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Literal
 
 from layers.weights import ParamSpec
@@ -45,8 +46,9 @@ def leftover_reason(
         return None
     if leaf == "bias" and info.encoding is None and holds_only_zeros(info, _own_bytes(info, read)):
         return "a bias of zeros for a layer without one"
-    if leaf == "g_idx" and (numbers := _whole_numbers(info, read)) is not None and _is_usual(numbers, group_size):
-        return "the order of groups, which is the usual one (i // group_size)"
+    if leaf == "g_idx" and info.dtype in (DType.I32, DType.I64) and info.encoding is None:
+        usual = _is_usual(_own_bytes(info, read), info, group_size)
+        return "the order of groups, which is the usual one (i // group_size)" if usual else None
     return None
 
 
@@ -73,17 +75,16 @@ def _own_bytes(info: TensorInfo, read: ReadTensor) -> bytes:
     return b"".join(data[at : at + size] for at in steps)
 
 
-def _whole_numbers(info: TensorInfo, read: ReadTensor) -> list[int] | None:
-    if info.dtype not in (DType.I32, DType.I64) or info.encoding is not None:
-        return None
-    data, size = _own_bytes(info, read), info.dtype.itemsize
-    order: Literal["big", "little"] = "big" if info.big_endian else "little"
-    return [int.from_bytes(data[at : at + size], order, signed=True) for at in range(0, len(data), size)]
-
-
-def _is_usual(numbers: Sequence[int], group_size: int | None) -> bool:
+def _is_usual(data: bytes, info: TensorInfo, group_size: int | None) -> bool:
     """Whether input i is in group i // group_size; where no size is named, in that of some size."""
+    inputs, itemsize = info.shape[0], info.dtype.itemsize
     if group_size is None:
-        group_size = next((i for i, number in enumerate(numbers) if number), -1)
-    size = group_size if group_size > 0 else max(1, len(numbers))
-    return all(number == i // size for i, number in enumerate(numbers))
+        group_size = next((at // itemsize for at, byte in enumerate(data) if byte), -1)
+    return data == _usual_order(inputs, group_size if group_size > 0 else max(1, inputs), itemsize, info.big_endian)
+
+
+@lru_cache(maxsize=64)  # a model has few sizes, and hundreds of tensors of each
+def _usual_order(inputs: int, size: int, itemsize: int, big_endian: bool) -> bytes:
+    order: Literal["big", "little"] = "big" if big_endian else "little"
+    groups = (group.to_bytes(itemsize, order) * min(size, inputs - group * size) for group in range(-(-inputs // size)))
+    return b"".join(groups)

@@ -57,12 +57,16 @@ class LoadKeywords(TypedDict, total=False):
     model_loader_extra_config: Mapping[str, object] | str | None
     quantization: str
     quantize_head: bool
+    quantization_config: Mapping[str, object] | str | None
+    scale_percentile: float | None
     dtype: str
     device: str
     memory: str | int | None
     window: str | int | None
     max_model_len: int | None
     kernels: str
+    kv_cache_dtype: str
+    activation_dtype: str
     threads: int | None
     reader: str
     check_weights: bool

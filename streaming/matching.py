@@ -7,19 +7,22 @@ has a source. Nothing is read but the few small tensors that may be dropped for 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from layers.name_lookup import NameLookup
 from layers.weights import Dropped, LayerSpec, ParamSpec, Target, WeightMap
 from quant.dtypes import DType
+from quant.int4 import IntPerGroup
 from streaming.checkpoint.tensors import TensorInfo
 
 if TYPE_CHECKING:
+    from quant.disk_forms.form import Method
     from streaming.leftovers import ReadTensor
 
 _TIED = ("model.embed_tokens.weight", "lm_head.weight")
+_WEIGHT_LEAVES = (".weight", ".qweight", ".weight_packed")  # what the names of weights, quantized ones too, end with
 _NAMED = 3  # tensors that a warning names one by one
 _EXPLAINED = 40  # tensors without a home whose nearest names are looked for: a wrong family has a hundred thousand
 _NUMBER = re.compile(r"\.\d+\.")
@@ -27,23 +30,29 @@ _NUMBER = re.compile(r"\.\d+\.")
 
 @dataclass
 class Sources:
-    """Which tensor fills which section: parts[parameter][section] = (tensor, first row of the section in it).
+    """Which tensor fills which section: parts[parameter][section] = (tensor, first row of the section in it), and
+    which make up which run of sections that is quantized on disk: coded[parameter][run][leaf].
 
     `dropped` and `homeless` go by the tensors' names in their files: dropped for a reason; without any.
     """
 
     parts: dict[str, dict[int, tuple[TensorInfo, int]]] = field(default_factory=dict)
+    coded: dict[str, dict[int, dict[str, TensorInfo]]] = field(default_factory=dict)  # parameter -> run -> leaf
     dropped: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     homeless: dict[str, str] = field(default_factory=dict)
     unwrapped: dict[str, str] = field(default_factory=dict)  # names as a wrapper's were read -> on disk
+    specs: tuple[LayerSpec, ...] = ()  # the model's layers, with the forms that quantized weights have on disk
+    unreadable: dict[str, str] = field(default_factory=dict)  # a module that is quantized on disk -> what is wrong
 
     @property
     def problems(self) -> tuple[str, ...]:
         """Every fault found, one line each."""
-        return (*self.missing, *self.mismatched, *self.homeless.values())
+        told = tuple(f"{module}." for module in self.unreadable)
+        others = [*self.missing, *self.mismatched, *self.homeless.values()]
+        return (*self.unreadable.values(), *(line for line in others if not told or not line.startswith(told)))
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,7 @@ class Matching:
     tied: bool
     read: ReadTensor
     group_size: int | None = None
+    method: Method | None = None  # by which the checkpoint says that its weights are quantized
     strict: bool = True
     unwrap: bool = False  # read names that a training wrapper changed; else the report says what would make them match
 
@@ -72,6 +82,11 @@ def match_names(tensors: Mapping[str, TensorInfo], specs: Sequence[LayerSpec], h
     plain = _match(tensors, specs, how)
     if not plain.problems:
         return plain
+    if how.method is None:
+        from streaming.disk_matching import unstated_quantization
+
+        if unstated := unstated_quantization(tensors):
+            return Sources(mismatched=[unstated])
     from streaming.wrappers import TRAINING_WORDS, unwrappings
 
     for what, unwrapped in unwrappings(tensors):
@@ -97,14 +112,27 @@ def _without_homeless(found: Sources) -> Sources:
 
 
 def _match(tensors: Mapping[str, TensorInfo], specs: Sequence[LayerSpec], how: Matching) -> Sources:
-    params = {param.name: param for spec in specs for param in spec.params}
-    found = Sources()
+    found = Sources(specs=tuple(specs))
+    if how.weight_map.experts:
+        from streaming.expert_tensors import by_expert
+
+        tensors = by_expert(tensors, specs, usually_transposed=how.weight_map.fused_transposed)
+    if how.method is not None:
+        from streaming.disk_matching import find_forms
+
+        on_disk = find_forms(tensors, specs, how.weight_map, method=how.method)
+        found.specs, found.unreadable = on_disk.specs, dict(on_disk.problems)
+        found.notes += on_disk.notes
+    params = {param.name: param for spec in found.specs for param in spec.params}
+    coded = {param.name.rpartition(".")[0]: param for param in params.values() if param.forms}
     shared: list[TensorInfo] = []
     lookup = NameLookup(how.weight_map)
     for name, info in tensors.items():
         target = lookup.locate(name)
         if isinstance(target, Dropped):
             found.dropped[info.name] = target.reason
+        elif (weight := coded.get(target.param.rpartition(".")[0])) and _place_coded(found, name, info, target, weight):
+            continue
         elif target.param in params:
             _place(found, info, target, params[target.param])
         elif how.tied and target.param in _TIED:
@@ -144,6 +172,32 @@ def _place(found: Sources, info: TensorInfo, target: Target, param: ParamSpec) -
         first_row += rows[section]
 
 
+def _place_coded(found: Sources, name: str, info: TensorInfo, target: Target, param: ParamSpec) -> bool:
+    """Whether the tensor is a part of what a weight is on disk in quantized form; then it has its home."""
+    from streaming.disk_matching import coded_problem
+
+    if target.stop > len(param.sections):
+        return False
+    run = param.run_at(target.first)
+    form, leaf, shape = param.forms[run], name.rpartition(".")[2], (param.run_rows[run], param.shape[1])
+    whole = target.first == sum(param.runs[:run]) and target.stop - target.first == param.runs[run]
+    if form is None or not whole:
+        return False
+    wanted = next((one for one in form.tensors(*shape) if one.leaf == leaf), None)
+    if wanted is None:
+        return False
+    if not wanted.fills:
+        found.dropped[info.name] = wanted.unused
+        return True
+    if problem := coded_problem(info, leaf, form, shape):
+        found.mismatched.append(problem)
+    taken = found.coded.setdefault(param.name, {}).setdefault(run, {})
+    if leaf in taken:
+        found.mismatched.append(f"{info.name} and {taken[leaf].name} both fill {_part(param, target.first)}")
+    taken[leaf] = info
+    return True
+
+
 def _wrong_shape(info: TensorInfo, wanted: tuple[int, ...], *, transposed: bool) -> str:
     shape, config = list(info.shape), list(wanted)
     if transposed and len(shape) == 2:
@@ -172,7 +226,8 @@ def _place_homeless(
 ) -> None:
     from streaming.leftovers import leftover_reason
 
-    reason = leftover_reason(info, target.param, params, read=how.read, group_size=how.group_size)
+    group_size = _group_size_of(target, params, how)
+    reason = leftover_reason(info, target.param, params, read=how.read, group_size=group_size)
     if reason is not None:
         found.dropped[info.name] = reason
         return
@@ -185,6 +240,13 @@ def _place_homeless(
     else:
         hints = _hints(target.param, params) if len(found.homeless) < _EXPLAINED else ""
         found.homeless[info.name] = f"{where}: no parameter of the model is called so{hints}"
+
+
+def _group_size_of(target: Target, params: Mapping[str, ParamSpec], how: Matching) -> int | None:
+    """Inputs that share a scale, 0 or less where all of a row do: by the weight's own form, else by the checkpoint."""
+    param = params.get(f"{target.param.rpartition('.')[0]}.weight")
+    form = param.forms[param.run_at(target.first)] if param and param.forms and target.stop <= sum(param.runs) else None
+    return form.kept.group_size if form is not None and isinstance(form.kept, IntPerGroup) else how.group_size
 
 
 def _hints(name: str, params: Mapping[str, ParamSpec]) -> str:
@@ -222,8 +284,9 @@ def _find_missing(found: Sources, param: ParamSpec, weight_map: WeightMap) -> No
     parts = found.parts.get(param.name, {})
     if len(parts) == len(param.sections):
         return
+    coded = set(_find_missing_codes(found, param, weight_map))
     for index, section in enumerate(param.sections):
-        if index in parts:
+        if index in parts or index in coded:
             continue
         source = checkpoint_name(param, index, weight_map)
         if param.name in _TIED and not parts:
@@ -232,6 +295,21 @@ def _find_missing(found: Sources, param: ParamSpec, weight_map: WeightMap) -> No
         else:
             part = f" (part {section.name!r} of {param.name})" if len(param.sections) > 1 else ""
             found.missing.append(f"{source} is missing{part}")
+
+
+def _find_missing_codes(found: Sources, param: ParamSpec, weight_map: WeightMap) -> Iterator[int]:
+    """The sections that have a form on disk; what their weights lack there is noted."""
+    from streaming.disk_matching import missing_leaves
+
+    section = 0
+    for run, (form, count) in enumerate(zip(param.forms, param.runs, strict=True)):
+        if form is not None:
+            yield from range(section, section + count)
+            there = found.coded.get(param.name, {}).get(run, {})
+            module = checkpoint_name(param, section, weight_map).rpartition(".")[0]
+            for leaf in missing_leaves(form, there, (param.run_rows[run], param.shape[1])):
+                found.missing.append(f"{module}.{leaf} is missing (the weight is {form.name})")
+        section += count
 
 
 def checkpoint_name(param: ParamSpec, section: int, weight_map: WeightMap) -> str:
@@ -247,7 +325,7 @@ def checkpoint_name(param: ParamSpec, section: int, weight_map: WeightMap) -> st
 def holds_both_tied(tensors: Mapping[str, TensorInfo], weight_map: WeightMap) -> bool:
     """Whether embedding and head are there each by itself, whatever stands before their names."""
     lookup = NameLookup(weight_map)
-    targets = (lookup.locate(name) for name in tensors if name.endswith(".weight"))
-    names = [f".{target.param}" for target in targets if isinstance(target, Target)]
-    ends = [f".{tied.removeprefix('model.')}" for tied in _TIED]
+    targets = (lookup.locate(name) for name in tensors if name.endswith(_WEIGHT_LEAVES))
+    names = [f".{target.param.rpartition('.')[0]}" for target in targets if isinstance(target, Target)]
+    ends = [f".{tied.removeprefix('model.').removesuffix('.weight')}" for tied in _TIED]
     return all(any(name.endswith(end) for name in names) for end in ends)

@@ -21,6 +21,7 @@ import anyio.to_thread
 
 from layers.decoder import DecoderModel, build_shell
 from layers.kv_cache import KVCache, kv_cache_nbytes
+from layers.kv_codec import Room
 from layers.weights import ParamKind
 from quant.kernels import KernelMode, Kernels
 from streaming.clock import RunClock
@@ -68,6 +69,7 @@ class StreamedModel:
     _completions: list[Completion] = field(default_factory=list)
     _begun: int = 0  # how many completions there were when the last generation began
     _cache_nbytes: int = 0
+    _room: Room | None = None  # what all caches decode into, one after the other
 
     # --- readiness
 
@@ -169,17 +171,22 @@ class StreamedModel:
 
     def new_cache(self, max_tokens: int) -> KVCache:
         """A KV cache for so many tokens, admitted before it is allocated. Raises BudgetError beyond the limit."""
-        config, dtype = self.prepared.config, self.prepared.dtype
+        config, dtype, kept = self.prepared.config, self.prepared.dtype, self.prepared.options.kv_cache_dtype
         tokens = min(max_tokens, self.context_length)
         budget = self.prepared.budget
-        self._cache_nbytes += kv_cache_nbytes(config, max_tokens=tokens, dtype=dtype)
+        self._cache_nbytes += kv_cache_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=kept)
         needed = budget.peak_nbytes - budget.cache_nbytes + self._cache_nbytes
         if budget.limit_nbytes is not None and needed > budget.limit_nbytes:
             raise BudgetError(
                 f"--memory {format_size(budget.limit_nbytes)} is too small for a cache of {tokens} tokens: "
                 f"{format_size(needed)} are needed; ask for fewer tokens or prompts"
             )
-        return KVCache(config, max_tokens=tokens, dtype=dtype, device=str(self.runner.device.torch_device))
+        device = self.runner.device.torch_device
+        self._room = self._room or Room(device)
+        return KVCache(
+            config, max_tokens=tokens, dtype=dtype, device=str(device), cache_dtype=kept,
+            scales=self.prepared.kv_scales, room=self._room,
+        )  # fmt: skip
 
     # --- accounts
 
@@ -338,7 +345,10 @@ def _assemble(
     table = prepared.plan.table
     rows = EmbeddingRows(table, dtype=prepared.dtype, state=prepared.read_plan.state_of(table.file))
     threads = choose_threads(options.threads)
-    runner = ModelRunner(shell, device, residency, rows, kernels, tracer, threads, panels, hooks.layer_outputs)
+    runner = ModelRunner(
+        shell, device, residency, rows, kernels, tracer, threads, panels, hooks.layer_outputs,
+        int8_activations=options.activation_dtype == "int8",
+    )  # fmt: skip
     pid = reader.pid
     watch = MemoryWatch(shared=lambda: reader.shared_nbytes, pids=lambda: [] if pid is None else [pid])
     streamed = StreamedModel(prepared, residency, runner, tracer, clock, watch)

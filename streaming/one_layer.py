@@ -12,6 +12,7 @@ import torch
 from streaming.checkpoint.remote_file import RemoteFile, WeightFile
 from streaming.device import open_device
 from streaming.errors import OptionError
+from streaming.hooks import Hooks
 from streaming.pipeline import Pipeline
 from streaming.plan import LayerPlan, LoadPlan
 from streaming.prepare import Prepared
@@ -21,6 +22,8 @@ from streaming.residency import Residency
 from streaming.runner import choose_threads
 from streaming.trace import Tracer
 from streaming.weight_checks import WeightChecks
+
+_NO_HOOKS = Hooks()
 
 
 def only_layer(prepared: Prepared, layer: int | str) -> Prepared:
@@ -49,7 +52,7 @@ def _without_copy(file: WeightFile) -> WeightFile:
     return replace(file, copy_to=None) if isinstance(file, RemoteFile) else file
 
 
-def load_one_layer(prepared: Prepared, layer: int | str) -> dict[str, torch.Tensor]:
+def load_one_layer(prepared: Prepared, layer: int | str, *, hooks: Hooks = _NO_HOOKS) -> dict[str, torch.Tensor]:
     """The layer's stored tensors under their full names, on the device of the options; nothing stays open.
 
     No byte of another layer is read. Raises LayerLoadError (layer, stage, tensor) when it cannot be loaded.
@@ -59,7 +62,7 @@ def load_one_layer(prepared: Prepared, layer: int | str) -> dict[str, torch.Tens
         residency, threads = Residency([one.plan.layers[0].name], Tracer()), choose_threads(one.options.threads)
         pipeline = Pipeline(
             one.plan, reader, device, residency, Tracer(),
-            threads=threads.resident, check_weights=one.options.check_weights,
+            threads=threads.resident, check_weights=one.options.check_weights, hooks=hooks,
             checks=WeightChecks(norm=one.config.norm),
         )  # fmt: skip
         anyio.run(pipeline.run)

@@ -6,7 +6,10 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
+from layers.kv_forms import CACHE_DTYPES
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.registry import scheme_by_name, scheme_names
@@ -16,11 +19,16 @@ from streaming.read_strategy import BACK_ENDS, STRATEGIES
 from streaming.sizes import parse_size
 from streaming.sources import Source
 
+if TYPE_CHECKING:
+    from quant.policy_file import QuantizationConfig
+    from quant.scheme import Scheme
+
 DTYPES = {
     "auto": None, "half": DType.F16, "float16": DType.F16, "bfloat16": DType.BF16,
     "float": DType.F32, "float32": DType.F32,
 }  # fmt: skip
 KERNELS = ("default", "fast", "exact")
+ACTIVATION_DTYPES = ("auto", "int8")
 READERS = ("process", "threads")
 
 
@@ -38,12 +46,16 @@ class LoadOptions:
     model_loader_extra_config: Mapping[str, object] | str | None = None
     quantization: str = "none"
     quantize_head: bool = False
+    quantization_config: Mapping[str, object] | str | None = None  # scheme per pattern: or JSON, or its file
+    scale_percentile: float | None = None  # scales of the default scheme from it; None: from the largest magnitude
     dtype: str = "auto"
     device: str = "cpu"
     memory: str | int | None = None
     window: str | int | None = None
     max_model_len: int | None = None
     kernels: str = "default"
+    kv_cache_dtype: str = "auto"
+    activation_dtype: str = "auto"
     threads: int | None = None
     reader: str = "process"
     check_weights: bool = False
@@ -57,15 +69,14 @@ class LoadOptions:
         _one_of("--dtype", self.dtype, tuple(DTYPES))
         _one_of("--kernels", self.kernels, KERNELS)
         _one_of("--reader", self.reader, READERS)
+        _one_of("--kv-cache-dtype", self.kv_cache_dtype, CACHE_DTYPES)
+        _one_of("--activation-dtype", self.activation_dtype, ACTIVATION_DTYPES)
+        if self.activation_dtype != "auto" and self.kernels == "fast":
+            raise OptionError("--activation-dtype int8 does not go with --kernels fast, whose activations are wide")
         if self.safetensors_load_strategy is not None:
             _one_of("--safetensors-load-strategy", self.safetensors_load_strategy, STRATEGIES)
         self._check_reading()
-        try:
-            scheme_by_name(self.quantization)
-        except QuantError:
-            _one_of("--quantization", self.quantization, tuple(scheme_names()))
-        if self.quantize_head and self.quantization == "none":
-            raise OptionError("--quantize-head needs a --quantization other than none")
+        self._check_quantization()
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise OptionError(f"--device {self.device}: known devices are cpu and cuda[:index]")
         if self.remote_cache is not None and (not self.remote_cache or os.path.isfile(self.remote_cache)):
@@ -102,6 +113,53 @@ class LoadOptions:
                 "--model-loader-extra-config: multi-threaded loading (enable_multithread_load, num_threads) goes with "
                 f"no --safetensors-load-strategy or with lazy, not with {other}"
             )
+
+    def _check_quantization(self) -> None:
+        """The schemes and what goes with them."""
+        try:
+            scheme_by_name(self.quantization)
+        except QuantError as error:
+            if self.quantization.partition(":")[0] in scheme_names():  # what stands behind the colon is wrong
+                raise OptionError(f"--{error}") from None
+            _one_of("--quantization", self.quantization, tuple(scheme_names()))
+        rules = self.quantization_rules
+        if rules is not None and rules.default is not None and self.quantization != "none":
+            raise OptionError(
+                f"--quantization {self.quantization} and --quantization-config, whose default is "
+                f"{rules.default.name}: give one of the two"
+            )
+        if self.default_scheme.name == "none" and self.quantize_head:
+            raise OptionError("--quantize-head needs a --quantization other than none")
+
+    @cached_property
+    def quantization_rules(self) -> QuantizationConfig | None:
+        """What --quantization-config says, as it was when it was first asked for."""
+        if self.quantization_config is None:
+            return None
+        from streaming.quantization_config import read_quantization_config
+
+        return read_quantization_config(self.quantization_config)
+
+    @property
+    def default_scheme(self) -> Scheme:
+        """The scheme of what no rule names. OptionError where it takes no percentile and one is given."""
+        rules = self.quantization_rules
+        scheme = scheme_by_name(self.quantization) if rules is None or rules.default is None else rules.default
+        if self.scale_percentile is None:
+            return scheme
+        from quant.percentile import with_percentile
+
+        try:
+            return with_percentile(scheme, self.scale_percentile)
+        except QuantError as error:
+            raise OptionError(f"--scale-percentile {self.scale_percentile}: {error}") from None
+
+    @property
+    def quantization_words(self) -> str:
+        """What is asked for, for people: the default scheme's name and what goes with it."""
+        percentile = "" if self.scale_percentile is None else f" at percentile {self.scale_percentile:g}"
+        rules = "" if self.quantization_config is None else " with rules"
+        return f"{self.default_scheme.name}{percentile}{rules}"
 
     @property
     def loader(self) -> LoaderOptions:

@@ -28,6 +28,7 @@ import torch
 from anyio.abc import ObjectReceiveStream, ObjectSendStream
 
 from streaming.accounts import Accounts
+from streaming.arrivals import Arrivals
 from streaming.device import Device
 from streaming.errors import LayerLoadError, StreamClosedError, StreamingError
 from streaming.file_faults import changed_fault, system_fault
@@ -71,6 +72,7 @@ class Pipeline:
     _seconds: dict[tuple[str, str], float] = field(default_factory=dict)  # (layer, stage) -> work so far
     _last: dict[int, LayerPlan] = field(default_factory=dict)  # a layer's last item -> the layer
     _accounts: Accounts = field(default_factory=lambda: Accounts(()))
+    _arrivals: Arrivals = field(default_factory=Arrivals)
 
     async def run(self) -> None:
         """Load everything. Raises LayerLoadError for the first item that fails, WorkerError when the reader dies."""
@@ -163,7 +165,7 @@ class Pipeline:
 
     def _final_view(self, item: LoadItem) -> torch.Tensor | None:
         """Where a converted item that is not quantized can be written at once."""
-        if is_quantized(item) or not needs_decoding(item) or self.device.torch_device.type != "cpu":
+        if item.leaf or is_quantized(item) or not needs_decoding(item) or self.device.torch_device.type != "cpu":
             return None
         (view,) = item_views(item, self.device.stored[item.param.name]).values()
         return view
@@ -181,7 +183,11 @@ class Pipeline:
     def _quantize_now(self, work: _Work, item: LoadItem) -> _Work:
         assert work.wide is not None
         with self.device.working(), self._span("quantize", item):
-            store_item(item, work.wide, self.device.stored[item.param.name])
+            stored = self.device.stored[item.param.name]
+            if item.leaf and not item.param.kept_as_stored:
+                self._arrivals.store(item, work.wide, stored)
+            else:
+                store_item(item, work.wide, stored)
         moment = self.device.moment()
         self.device.await_moment(work.moment)  # the window's bytes are on the device: they may be overwritten
         return _Work(item, None, moment)
@@ -269,6 +275,8 @@ def published_rows(item: LoadItem) -> int:
     """How many of the parameter's first rows are there once this item is (items of a parameter come in order)."""
     if item.stored is not None:  # what goes with the rows (their scales) has come before them
         return item.rows[1] if item.stored == item.param.name.rpartition(".")[2] else 0
+    if item.leaf and not (item.completes or (item.param.kept_as_stored and item.fills == "weight")):
+        return sum(item.param.section_rows[: item.section])
     return sum(item.param.section_rows[: item.section]) + item.section_rows[1]
 
 

@@ -21,6 +21,7 @@ from streaming.errors import CheckpointError, MissingTensorError, TensorMismatch
 from streaming.matching import Matching, Sources, match_names
 
 if TYPE_CHECKING:
+    from quant.disk_forms.form import DiskForm, Method
     from streaming.leftovers import ReadTensor
 
 _OWN_LAYOUT = ("gguf", "dummy")  # formats in which every matrix is [out, in], whatever the family's checkpoints do
@@ -33,7 +34,8 @@ class LoadItem:
 
     `rows` counts within the checkpoint tensor, `section_rows` within the section. A direct item's bytes are its
     stored form: they are read straight into the memory where they stay. Others pass through the window. Where `stored`
-    is set, the checkpoint tensor is a whole stored tensor of the parameter, and both count its rows.
+    is set, the checkpoint tensor is a whole stored tensor of the parameter, and both count its rows. `leaf` names one
+    of the tensors that an already quantized weight is on disk, and `fills` what is made of it.
     """
 
     index: int
@@ -46,6 +48,21 @@ class LoadItem:
     direct: bool
     sections: int = 1  # how many sections, from `section` on, one tensor fills
     stored: str | None = None  # the name of the stored tensor that it is rows of, where it is on disk in stored form
+    leaf: str = ""  # the end of its name, where it is one tensor of a quantized weight's form on disk
+    fills: str = ""  # the stored tensor that is made of it then
+    completes: bool = False  # the last item of such a weight
+
+    @property
+    def form(self) -> DiskForm:
+        """The form on disk of the weight that this is a part of; only of items with a `leaf`."""
+        form = self.param.forms[self.param.run_at(self.section)]
+        assert form is not None
+        return form
+
+    @property
+    def stored_name(self) -> str:
+        """The stored tensor that it fills, or the first of those."""
+        return self.stored or self.fills or self.param.name.rpartition(".")[2]
 
     @property
     def read_nbytes(self) -> int:
@@ -69,8 +86,8 @@ class LoadItem:
     @property
     def ends_tensor(self) -> bool:
         """Whether this is the last run of its section."""
-        if self.stored is not None:
-            return self.rows[1] == max(1, *self.tensor.shape[:1])
+        if self.stored is not None or self.leaf:
+            return self.rows[1] == max((1, *self.tensor.shape[:1]))
         return self.section_rows[1] == sum(self.param.section_rows[self.section : self.section + self.sections])
 
 
@@ -103,6 +120,7 @@ class LoadPlan:
     warnings: tuple[str, ...] = field(default=())
     unused: Mapping[str, int] = field(default_factory=dict)  # why tensors are not used -> their bytes
     unwrapped: Mapping[str, str] = field(default_factory=dict)  # names without a wrapper's words -> as they are on disk
+    specs: tuple[LayerSpec, ...] = ()  # the layers in the order of use, where their weights have forms on disk
 
     @cached_property
     def items(self) -> tuple[LoadItem, ...]:
@@ -135,26 +153,33 @@ def make_plan(
     read: ReadTensor,
     strict: bool = True,
     unwrap: bool = False,
+    method: Method | None = None,
     item_nbytes: int = ITEM_NBYTES,
 ) -> LoadPlan:
     """Join the shell's parameters with the checkpoint's tensors.
 
     `tied`: embedding and head are one matrix, stored under either name. `direct`: the device can be read into (the
     CPU). `read` gives the bytes of the few small tensors without a home that may be dropped for what they hold.
-    `strict`: any other tensor without a home is a problem, not a warning. `unwrap`: names that
-    a training wrapper changed are read. Raises CheckpointError with *all* problems.
+    `strict`: any other tensor without a home is a problem, not a warning. `unwrap`: names that a training wrapper
+    changed are read. `method`: by which the checkpoint says that its weights are quantized. Raises CheckpointError with
+    *all* problems.
     """
     if checkpoint.format in _OWN_LAYOUT:
         weight_map = replace(weight_map, transposed=())
-    how = Matching(weight_map, tied, read, group_size=_group_size(checkpoint.config), strict=strict, unwrap=unwrap)
+    how = Matching(
+        weight_map, tied, read,
+        group_size=_group_size(checkpoint.config), method=method, strict=strict, unwrap=unwrap,
+    )  # fmt: skip
     sources = match_names(checkpoint.tensors, specs, how)
     if sources.problems:
-        raise checkpoint_error(checkpoint, sources.problems, missing=not (sources.mismatched or sources.homeless))
-    layers = lay_out(specs, partial(_items_of, sources=sources, direct=direct, item_nbytes=item_nbytes))
+        missing = not (sources.mismatched or sources.homeless or sources.unreadable)
+        raise checkpoint_error(checkpoint, sources.problems, missing=missing)
+    layers = lay_out(sources.specs, partial(_items_of, sources=sources, direct=direct, item_nbytes=item_nbytes))
     table = next(iter(sources.parts["model.embed_tokens.weight"].values()))[0]
     notes = (*sources.notes, *conversion_warnings(item for layer in layers for item in layer.items))
     dropped, unused = _account(checkpoint, sources.dropped)
-    return LoadPlan(layers, table, dropped, notes, unused, sources.unwrapped)
+    coded = sources.specs if method is not None else ()
+    return LoadPlan(layers, table, dropped, notes, unused, sources.unwrapped, coded)
 
 
 def _group_size(config: Mapping[str, Any]) -> int | None:
@@ -205,12 +230,60 @@ def checkpoint_error(checkpoint: Checkpoint, problems: tuple[str, ...], *, missi
 
 # --- items ----------------------------------------------------------------------------------------------------------
 
-Run = tuple[ParamSpec, int, TensorInfo, tuple[int, int], tuple[int, int], bool, int, str | None]
+Run = tuple[ParamSpec, int, TensorInfo, tuple[int, int], tuple[int, int], bool, int, str | None, str, str, bool]
 
 
 def _items_of(param: ParamSpec, *, sources: Sources, direct: bool, item_nbytes: int) -> Iterable[Run]:
+    if not param.forms:
+        sections = range(len(param.sections))
+        yield from _wide_items(param, sections, sources=sources, direct=direct, item_nbytes=item_nbytes)
+        return
+    section = 0
+    for run, count in enumerate(param.runs):
+        if param.forms[run] is None:
+            sections = range(section, section + count)
+            yield from _wide_items(param, sections, sources=sources, direct=direct, item_nbytes=item_nbytes)
+        else:
+            tensors = sources.coded[param.name][run]
+            yield from form_items(param, run, section, tensors, direct=direct, item_nbytes=item_nbytes)
+        section += count
+
+
+def form_items(
+    param: ParamSpec,
+    run: int,
+    section: int,
+    tensors: Mapping[str, TensorInfo],
+    *,
+    direct: bool,
+    item_nbytes: int = ITEM_NBYTES,
+) -> Iterable[Run]:
+    """The tensors of a run of sections (from `section` on) that is quantized on disk, by leaf; those whose rows are
+    kept as they are in runs of rows, others whole."""
+    form = param.forms[run]
+    assert form is not None
+    rows, count = param.run_rows[run], param.runs[run]
+    wanted = [one for one in form.tensors(rows, param.shape[1]) if one.fills and one.leaf in tensors]
+    for one in wanted:
+        info, last = tensors[one.leaf], one is wanted[-1]
+        if not one.as_is or info.strides is not None:
+            run_rows = max((1, *info.shape[:1]))
+            yield param, section, info, (0, run_rows), (0, rows), False, count, None, one.leaf, one.fills, last
+            continue
+        straight = direct and param.kept_as_stored and info.is_plain
+        step = max(1, item_nbytes // max(1, info.row_nbytes))
+        for start in range(0, rows, step):
+            part = (start, min(rows, start + step))
+            ends = last and part[1] == rows
+            yield param, section, info, part, part, straight, count, None, one.leaf, one.fills, ends
+
+
+def _wide_items(
+    param: ParamSpec, sections: Iterable[int], *, sources: Sources, direct: bool, item_nbytes: int
+) -> Iterable[Run]:
     parts, plain = sources.parts[param.name], direct and param.scheme.name == "none"
-    for section, rows in enumerate(param.section_rows):
+    for section in sections:
+        rows = param.section_rows[section]
         info, first = parts[section]
         if info.strides is not None:
             if first == 0:
@@ -218,7 +291,7 @@ def _items_of(param: ParamSpec, *, sources: Sources, direct: bool, item_nbytes: 
             continue
         straight = plain and info.dtype is param.dtype and info.is_plain
         for start, stop in split_rows(param, info, rows, item_nbytes=item_nbytes):
-            yield param, section, info, (first + start, first + stop), (start, stop), straight, 1, None
+            yield param, section, info, (first + start, first + stop), (start, stop), straight, 1, None, "", "", False
 
 
 def _whole(param: ParamSpec, section: int, info: TensorInfo) -> Run:
@@ -227,7 +300,7 @@ def _whole(param: ParamSpec, section: int, info: TensorInfo) -> Run:
     while rows < info.shape[0]:
         rows += param.section_rows[section + count]
         count += 1
-    return param, section, info, (0, rows), (0, rows), False, count, None
+    return param, section, info, (0, rows), (0, rows), False, count, None, "", "", False
 
 
 def split_rows(param: ParamSpec, info: TensorInfo, rows: int, *, item_nbytes: int) -> list[tuple[int, int]]:
@@ -253,7 +326,8 @@ def conversion_warnings(items: Iterable[LoadItem]) -> list[str]:
     seen: set[str] = set()
     for item in items:
         source, target = item.tensor.dtype, item.param.dtype
-        quantized = item.param.scheme.name != "none"  # from what is on disk: nothing is narrowed on the way
+        # From what is on disk: nothing is narrowed on the way.
+        quantized = item.param.scheme.name != "none" or bool(item.leaf)
         if source is target or quantized or item.tensor.encoding or item.tensor.name in seen:
             continue
         if not _loses(source, target):

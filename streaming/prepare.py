@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from layers.architecture import layer_specs
+from layers.architecture import SchemeChoice, layer_specs
 from layers.config import parse_config, weight_map
 from layers.kv_cache import kv_cache_nbytes
 from layers.model_config import ModelConfig
@@ -14,7 +14,6 @@ from layers.name_lookup import NameLookup
 from layers.weights import Dropped, LayerSpec
 from quant.dtypes import DType
 from quant.policy import default_policy
-from quant.registry import scheme_by_name
 from streaming.budget import Budget, make_budget
 from streaming.checkpoint import open_checkpoint
 from streaming.checkpoint.tensor_names import check_names
@@ -28,6 +27,7 @@ from streaming.read_choice import choose_reading, planned_states, reader_nbytes
 from streaming.read_plan import ReadPlan, plan_reads
 from streaming.read_strategy import ReadChoice
 from streaming.sources import join_sources
+from streaming.stated_quantization import disk_method
 
 DEFAULT_CACHE_TOKENS = 2048  # what the budget sets aside when no --max-model-len is given
 
@@ -46,6 +46,7 @@ class Prepared:
     read_plan: ReadPlan
     retie: bool  # the config ties embedding and head, yet both are on disk: compared when both have arrived
     reading: ReadChoice
+    kv_scales: tuple[tuple[float, float], ...] | None = None  # of an fp8 cache; None: 1 for every layer
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -79,24 +80,48 @@ def _prepare(model: str, options: LoadOptions) -> Prepared:
     dtype = resolve_dtype(options.dtype, config, checkpoint)
     check_length(options.max_model_len, config)
     tied = config.tie_word_embeddings and not _has_both(checkpoint, config)
-    policy = default_policy(scheme_by_name(options.quantization), quantize_head=options.quantize_head)
+    policy, notes = _policy(checkpoint, config, options, tied=tied)
     specs = layer_specs(config, dtype=dtype, policy=policy, tied=tied)
     plan = _plan(checkpoint, specs, config, options, tied=tied)
+    plan = replace(plan, warnings=(*plan.warnings, *notes))
+    cache_dtype, kv_scales = options.kv_cache_dtype, None
+    if cache_dtype != "auto":
+        from streaming.kv_scales import cache_scales
+
+        plan, kv_scales = cache_scales(plan, checkpoint, cache_dtype=cache_dtype, num_layers=config.num_layers)
     tokens = options.max_model_len or min(DEFAULT_CACHE_TOKENS, config.max_position_embeddings)
     reading = choose_reading(checkpoint, plan, options)
     budget = make_budget(
         plan,
         file_nbytes=reader_nbytes(plan, reading),
         window_nbytes=options.window_nbytes,
-        cache_nbytes=kv_cache_nbytes(config, max_tokens=tokens, dtype=dtype),
+        cache_nbytes=kv_cache_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=cache_dtype),
         limit_nbytes=options.memory_nbytes,
         packs=options.kernels == "fast" and options.device == "cpu",
     )
     keep_maps = reading.strategy == "lazy" and options.device == "cpu"
     read_plan = plan_reads(plan, window_nbytes=options.window_nbytes or budget.window_nbytes, keep_maps=keep_maps)
-    read_plan = replace(read_plan, states=planned_states(read_plan, reading))
+    read_plan = replace(read_plan, states=planned_states(read_plan, reading, checkpoint.states))
     retie = config.tie_word_embeddings and not tied
-    return Prepared(options, checkpoint, config, dtype, specs, plan, budget, read_plan, retie, reading)
+    return Prepared(
+        options, checkpoint, config, dtype, plan.specs or specs, plan, budget, read_plan, retie, reading, kv_scales
+    )  # fmt: skip
+
+
+def _policy(
+    checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions, *, tied: bool
+) -> tuple[SchemeChoice, tuple[str, ...]]:
+    """The scheme of each parameter, and warnings. Raises OptionError for rules that tear a fused weight apart."""
+    default = default_policy(options.default_scheme, quantize_head=options.quantize_head)
+    rules = options.quantization_rules
+    if rules is None:
+        return default, ()
+    from streaming.quantization_config import module_policy, unmatched_warnings
+
+    policy = module_policy(
+        rules, default=default, config=config, weight_map=weight_map(config), tied=tied, tensors=checkpoint.tensors
+    )
+    return policy, unmatched_warnings(policy)
 
 
 def open_model(model: str, options: LoadOptions) -> Checkpoint:
@@ -131,7 +156,7 @@ def _plan(
         names = own_names(names)
     return make_plan(
         checkpoint, specs, names, tied=tied, direct=direct, read=read_tensor,
-        strict=options.loader.weights_track, unwrap=options.unwrap_names,
+        strict=options.loader.weights_track, unwrap=options.unwrap_names, method=disk_method(checkpoint),
     )  # fmt: skip
 
 

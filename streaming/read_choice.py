@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from streaming.checkpoint.remote_file import WeightFile
 from streaming.checkpoint.tensors import Checkpoint
 from streaming.errors import CheckpointError, OptionError
 from streaming.file_faults import system_fault
@@ -59,6 +60,8 @@ def _choose(checkpoint: Checkpoint, plan: LoadPlan, options: LoadOptions) -> Rea
     if checkpoint.address is not None:
         return ReadChoice("remote", "byte ranges are fetched from the address")
     if options.load_format in BACK_ENDS:
+        if options.load_format == "instanttensor":
+            _check_instanttensor(options.device)
         return ReadChoice(options.load_format, f"--load-format {options.load_format}")
     folder = checkpoint.root if checkpoint.root.is_dir() else checkpoint.root.parent
     kind = file_system_of(next((file for file in checkpoint.files if isinstance(file, Path)), folder))
@@ -69,6 +72,17 @@ def _choose(checkpoint: Checkpoint, plan: LoadPlan, options: LoadOptions) -> Rea
         memory = available_nbytes()
     found = Surroundings(kind, plan.read_nbytes, memory, torchao=_is_torchao(checkpoint))
     return choose_strategy(options.safetensors_load_strategy, found)
+
+
+def _check_instanttensor(device: str) -> None:
+    """The device first: where there is none, the package is of no use."""
+    if not device.startswith("cuda"):
+        raise OptionError(
+            f"--load-format instanttensor needs a CUDA GPU, which the package reads into: give --device cuda, not "
+            f"{device}, or leave the format out"
+        )
+    if find_spec("instanttensor") is None:
+        raise OptionError("--load-format instanttensor needs a package: pip install 'instanttensor>=0.2.2'")
 
 
 def _is_torchao(checkpoint: Checkpoint) -> bool:
@@ -88,7 +102,8 @@ def _refuse_torchao(checkpoint: Checkpoint) -> None:
 
 
 def reader_nbytes(plan: LoadPlan, choice: ReadChoice) -> int:
-    """What the reader holds at once beside everything else: `eager` the largest file, a back end its buffers.
+    """What the reader holds at once beside everything else: `eager` the largest file, a back end its buffers (that of
+    instanttensor holds the largest tensor twice, both times on the GPU).
 
     Raises OptionError (see read_strategy).
     """
@@ -96,6 +111,8 @@ def reader_nbytes(plan: LoadPlan, choice: ReadChoice) -> int:
         return min(BATCH_NBYTES, plan.read_nbytes)
     if choice.strategy == "fastsafetensors":
         return BUFFERS_NBYTES
+    if choice.strategy == "instanttensor":
+        return 2 * max((item.tensor.nbytes for item in plan.items), default=0)
     if choice.strategy != "eager":
         return 0
     files = {item.tensor.file: 0 for item in plan.items}
@@ -115,11 +132,14 @@ def states_of(files: list[object]) -> list[FileState]:
     return states
 
 
-def planned_states(read_plan: ReadPlan, choice: ReadChoice) -> tuple[FileState, ...]:
-    """The states of the files that are read; () where there are none of this machine."""
+def planned_states(
+    read_plan: ReadPlan, choice: ReadChoice, earlier: Mapping[WeightFile, FileState]
+) -> tuple[FileState, ...]:
+    """The states of the files that are read, as they were `earlier`, before their headers were, where that is known;
+    () where there are none of this machine."""
     if choice.strategy in ("dummy", "remote"):
         return ()
-    return tuple(states_of(list(read_plan.files)))
+    return tuple(earlier.get(file) or states_of([file])[0] for file in read_plan.files)
 
 
 def read_method(options: LoadOptions, choice: ReadChoice) -> ReadMethod:

@@ -128,13 +128,13 @@ def final_layout(
     for item in plan.items:
         if item.direct and (key := stored_key(item)) not in offsets and key not in without:
             offsets[key] = end
-            end = _aligned(end + (item.param.nbytes if item.stored is None else item.tensor.nbytes))
+            end = _aligned(end + item.param.storage()[key[1]].nbytes)
     return offsets, end
 
 
 def stored_key(item: LoadItem) -> tuple[str, str]:
     """(parameter, stored name) of the tensor that the item is part of."""
-    return item.param.name, item.stored or item.param.name.rpartition(".")[2]
+    return item.param.name, item.stored_name
 
 
 def views_of_files(plan: LoadPlan) -> dict[tuple[str, str], tuple[WeightFile, int]]:

@@ -14,7 +14,7 @@ from streaming.errors import OptionError
 from streaming.sizes import format_size
 
 STRATEGIES = ("lazy", "eager", "prefetch", "direct", "torchao")
-BACK_ENDS = ("runai_streamer", "fastsafetensors")  # load formats whose package gets the bytes
+BACK_ENDS = ("runai_streamer", "fastsafetensors", "instanttensor")  # load formats whose package gets the bytes
 BATCH_NBYTES = 64 << 20  # of pieces that a back end is asked for at once
 BUFFERS_NBYTES = 64 << 20  # of fastsafetensors' own threads
 READ_THREADS = 2  # enough to keep a local disk's queue filled; more take time from the one who computes

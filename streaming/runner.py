@@ -48,6 +48,7 @@ class ModelRunner:
     threads: ThreadCounts
     panels: PanelPool
     layer_outputs: Callable[[str, torch.Tensor], None] | None = None
+    int8_activations: bool = False
     layers: Sequence[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,7 +62,9 @@ class ModelRunner:
 
         `packed`: use the layers' packed copies (see streaming.packing).
         """
-        context = StepContext(self.kernels, packed, stop, lambda p, n: self._await_rows(p, n, stop))
+        context = StepContext(
+            self.kernels, packed, stop, lambda p, n: self._await_rows(p, n, stop), self.int8_activations
+        )
         self._set_threads()
         hidden = self._embed(batch, context)
         rope = self.model.rope(batch)

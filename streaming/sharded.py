@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from quant.dtypes import DType
-from quant.registry import scheme_names
-from streaming.checkpoint.files import read_json_object
+from quant.errors import QuantError
+from quant.registry import scheme_by_name
+from streaming.checkpoint.files import read_json_object, states_before
 from streaming.checkpoint.members import (
     CONFIG,
     SHARDED,
@@ -114,6 +115,8 @@ def open_sharded(root: Path) -> Checkpoint:
     config = read_member_object(root / CONFIG, report)
     metadata = read_member_object(root / GGUF_METADATA, report) if (root / GGUF_METADATA).exists() else {}
     files = [file for file in manifest.files if int(_rank(file.name)) == Topology().rank]
+    paths = tuple(root / file.name for file in files)
+    states = states_before(paths)
     tensors: dict[str, TensorInfo] = {}
     for file in files:
         for name, info in _read_part(root, file, report).items():
@@ -121,8 +124,7 @@ def open_sharded(root: Path) -> Checkpoint:
                 report.add(f"tensor {name!r} is in {tensors[name].file} and in {info.file}", broken=True)
             tensors[name] = info
     report.raise_if_any()
-    paths = tuple(root / file.name for file in files)
-    return Checkpoint(root, FORMAT, tensors, paths, config, metadata, saved=manifest.as_dict())
+    return Checkpoint(root, FORMAT, tensors, paths, config, metadata, saved=manifest.as_dict(), states=states)
 
 
 def _check_topology(root: Path, manifest: Manifest, here: Topology) -> None:
@@ -154,8 +156,10 @@ def read_manifest(root: Path) -> Manifest:
     for name, kind in _KINDS.items():
         if type(fields[name]) is not kind:
             raise CheckpointFormatError(f"{path}: {name} is {fields[name]!r:.60}, not of type {kind.__name__}")
-    if found["quantization"] not in scheme_names():
-        raise CheckpointFormatError(f"{path}: quantization {found['quantization']!r} is not known")
+    try:
+        scheme_by_name(found["quantization"])
+    except QuantError:
+        raise CheckpointFormatError(f"{path}: quantization {found['quantization']!r:.60} is not known") from None
     if found["dtype"] not in {dtype.torch_name for dtype in DType if dtype.is_wide}:
         raise CheckpointFormatError(f"{path}: dtype {found['dtype']!r} is none that weights are kept in")
     fields["files"] = tuple(_shard_file(path, entry) for entry in found["files"])
@@ -197,6 +201,12 @@ def saved_options(saved: Mapping[str, Any], options: LoadOptions) -> LoadOptions
     `--quantization none`, the default, asks for nothing to be quantized while loading: the saved scheme stays.
     """
     scheme, dtype = str(saved["quantization"]), str(saved["dtype"])
+    for name in ("quantization_config", "scale_percentile"):
+        if getattr(options, name) is not None:
+            raise OptionError(
+                f"--{name.replace('_', '-')}: the shards are read as they were saved; leave the option out, or save them "
+                "again from the original"
+            )
     if options.quantization not in ("none", scheme):
         raise OptionError(
             f"--quantization {options.quantization}: the shards were saved with {scheme}; leave the option out, or "

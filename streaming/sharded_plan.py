@@ -59,4 +59,4 @@ def _runs_of(param: ParamSpec, *, tensors: Mapping[str, TensorInfo], direct: boo
         step = max(1, item_nbytes // max(1, info.row_nbytes))
         for start in range(0, rows, step):
             run = (start, min(rows, start + step))
-            yield param, 0, info, run, run, direct, len(param.sections), name
+            yield param, 0, info, run, run, direct, len(param.sections), name, "", "", False

@@ -7,20 +7,19 @@ comes last, and without it the folder is refused: whatever ends the work, what i
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from layers.architecture import is_tied
 from streaming.checkpoint.members import CONFIG
 from streaming.checkpoint.remote_file import RemoteFile
-from streaming.errors import OptionError, StreamingError
+from streaming.errors import OptionError
+from streaming.new_folder import NewFolder, bytes_of, copied_files, names_in, new_folder
 from streaming.prepare import Prepared
 from streaming.read_plan import ALIGNMENT
 from streaming.sharded import (
@@ -34,7 +33,6 @@ from streaming.sharded import (
     same_source,
 )
 from streaming.sharded_plan import stored_names
-from streaming.sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,18 +41,12 @@ if TYPE_CHECKING:
 
     from streaming.runner import ModelRunner
 
-COPIED = (
-    "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "tekken.json",
-    "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
-_WRITE_NBYTES = 16 << 20  # one write call: short enough to end soon when it is interrupted
-_PARTIAL = ".partial"
-
 
 def wanted_manifest(prepared: Prepared) -> Manifest:
     """The manifest of what this load would save, its files not yet known."""
     options, here = prepared.options, Topology()
+    if options.quantization_config is not None:
+        raise OptionError("--quantization-config: shards are saved in one scheme; give --quantization")
     return Manifest(
         tensor_parallel_size=here.tensor_parallel_size,
         expert_parallel_size=here.expert_parallel_size,
@@ -69,9 +61,11 @@ def wanted_manifest(prepared: Prepared) -> Manifest:
 
 def source_digest(prepared: Prepared) -> str:
     """A digest of what is loaded: the configuration, each tensor's place, each file's size and time, a remote one's
-    version."""
+    version; and of the percentile of its scales."""
     checkpoint, found = prepared.checkpoint, hashlib.sha256()
     found.update(json.dumps(dict(checkpoint.config), sort_keys=True, default=str).encode())
+    if prepared.options.scale_percentile is not None:
+        found.update(f"percentile {prepared.options.scale_percentile!r}\n".encode())
     for name, info in sorted(checkpoint.tensors.items()):
         found.update(f"{name} {info.dtype.value} {info.shape} {info.offset}\n".encode())
     for file in sorted(path for path in checkpoint.files if isinstance(path, Path)):
@@ -87,7 +81,7 @@ def holds_same(out: Path, wanted: Manifest) -> bool:
 
     Raises OptionError, before anything is read, for one that holds anything else.
     """
-    names = _names_in(out)
+    names = names_in(out, option="--out")
     if not names:
         return False
     if MANIFEST in names:
@@ -96,23 +90,6 @@ def holds_same(out: Path, wanted: Manifest) -> bool:
         if same_source(found, wanted) and all(_size(out / name) == size for name, size in sizes.items()):
             return True
     raise OptionError(f"--out {out}: is not empty ({len(names)} files, such as {names[0]}) and does not hold the same")
-
-
-def _names_in(out: Path) -> list[str]:
-    if not out.exists():
-        return []
-    if not out.is_dir():
-        raise OptionError(f"--out {out}: is not a folder")
-    return sorted(os.listdir(out))
-
-
-def check_room(out: Path, needed: int) -> None:
-    """Refuse, before anything is read, a disk without room for so many bytes: StreamingError with both numbers."""
-    folder = next(parent for parent in (out.absolute(), *out.absolute().parents) if parent.is_dir())
-    status = os.statvfs(folder)
-    free = status.f_bavail * status.f_frsize
-    if needed > free:
-        raise StreamingError(f"--out {out}: {format_size(needed)} are needed, {format_size(free)} are free there")
 
 
 def _size(path: Path) -> int | None:
@@ -124,10 +101,8 @@ class ShardWriter:
     """Writes one folder. Use `writing`, which leaves nothing behind when it does not come to its end."""
 
     prepared: Prepared
-    out: Path
+    folder: NewFolder
     manifest: Manifest
-    _made: list[Path] = field(default_factory=list)  # files of this run, so far
-    _waiting: list[Path] = field(default_factory=list)  # those that still have their temporary name
 
     def write(self, runner: ModelRunner, *, stop: Callable[[], None]) -> Manifest:
         """Every layer as it becomes ready, then the small files, then the manifest, which is given back.
@@ -135,7 +110,7 @@ class ShardWriter:
         To be run in the forward thread; `stop` raises to cancel. Raises OSError when the disk is full or fails.
         """
         name = part_name(Topology().rank)
-        with self._file(name) as file:
+        with self.folder.file(name) as file:
             digest = hashlib.sha256()
             _put(file, digest, safetensors_header(self.prepared))
             for layer in self.prepared.plan.layers:
@@ -144,19 +119,19 @@ class ShardWriter:
                 with runner.residency.lease(layer.name, stop=stop) as moment:
                     runner.device.order_after(moment)
                     for tensor in _tensors_of(runner, layer.spec.params):
-                        for part in _bytes_of(tensor):
+                        for part in bytes_of(tensor):
                             stop()
                             _put(file, digest, part)
             shard = ShardFile(name, file.tell(), digest.hexdigest())
         for name, data in self._small_files():
-            with self._file(name) as file:
+            with self.folder.file(name) as file:
                 file.write(data)
         manifest = replace(self.manifest, files=(shard,))
-        self._rename_all()
-        with self._file(MANIFEST) as file:
+        self.folder.publish()
+        with self.folder.file(MANIFEST) as file:
             file.write(json.dumps(manifest.as_dict(), indent=1).encode() + b"\n")
-        self._rename_all()
-        self._made.clear()
+        self.folder.publish()
+        self.folder.keep()
         return manifest
 
     def _small_files(self) -> Iterable[tuple[str, bytes]]:
@@ -165,77 +140,15 @@ class ShardWriter:
         if checkpoint.metadata:
             yield GGUF_METADATA, json.dumps(dict(checkpoint.metadata)).encode()
             return
-        folder = checkpoint.root if checkpoint.root.is_dir() else checkpoint.root.parent
-        for name in COPIED:
-            if (folder / name).is_file():
-                yield name, (folder / name).read_bytes()
-
-    @contextmanager
-    def _file(self, name: str) -> Iterator[BinaryIO]:
-        with _partial(self.out / name).open("xb", buffering=0) as file:  # first: what another one writes is not ours
-            self._made.append(self.out / name)
-            self._waiting.append(self.out / name)
-            yield _Whole(file)  # type: ignore[misc]
-            os.fsync(file.fileno())
-
-    def _rename_all(self) -> None:
-        for path in self._waiting:
-            _partial(path).rename(path)
-        self._waiting.clear()
-        _sync_folder(self.out)
-
-    def remove(self) -> None:
-        """Take away whatever this run has written."""
-        for path in reversed(self._made):  # the manifest first
-            for name in (path, _partial(path)):
-                with suppress(OSError):
-                    name.unlink()
-
-
-class _Whole:
-    """A file whose `write` writes all: a full disk may take a part and fail at the next call."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def write(self, data: Any) -> None:
-        view, done = memoryview(data).cast("B"), 0
-        while done < len(view):
-            done += self._file.write(view[done : done + _WRITE_NBYTES])
-
-    def tell(self) -> int:
-        return int(self._file.tell())
+        yield from copied_files(checkpoint.root)
 
 
 @contextmanager
 def writing(prepared: Prepared, out: Path, manifest: Manifest) -> Iterator[ShardWriter]:
     """A writer into a new or empty folder. Whatever ends the block early, its files are removed, and the folder with
     them if it was made here. A failing disk is one line: StreamingError."""
-    made = not out.exists()
-    writer = ShardWriter(prepared, out, manifest)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        yield writer
-    except BaseException as error:
-        writer.remove()
-        if made:
-            with suppress(OSError):
-                out.rmdir()
-        if isinstance(error, OSError):
-            raise StreamingError(f"--out {out}: {error.strerror or error}; nothing was kept of it") from error
-        raise
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f"{path.name}{_PARTIAL}")
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with new_folder(out, option="--out") as folder:
+        yield ShardWriter(prepared, folder, manifest)
 
 
 # --- bytes
@@ -262,16 +175,6 @@ def _tensors_of(runner: ModelRunner, params: Iterable[Any]) -> Iterator[torch.Te
         stored: Mapping[str, torch.Tensor] = runner.device.stored[param.name]
         for name in stored_names(param):
             yield stored[name.rpartition(".")[2]]
-
-
-def _bytes_of(tensor: torch.Tensor) -> Iterator[Any]:
-    """The tensor's bytes on the host, part by part; those of a device are brought over."""
-    whole = tensor.detach().contiguous().view(-1)
-    step = max(1, _WRITE_NBYTES // whole.element_size())
-    for part in whole.split(step) if whole.numel() else ():
-        host = part.cpu()
-        yield (ctypes.c_char * (host.numel() * host.element_size())).from_address(host.data_ptr())
-        del host  # kept until its bytes were written
 
 
 def _put(file: Any, digest: Any, data: Any) -> None:

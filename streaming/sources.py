@@ -63,6 +63,7 @@ def join_sources(checkpoint: Checkpoint, sources: Sequence[Source]) -> Checkpoin
         what = "a remote model" if checkpoint.address is not None else f"a model of format {checkpoint.format}"
         raise OptionError(f"--source {sources[0].path}: goes with local safetensors and PyTorch files, not with {what}")
     tensors, files, notes = dict(checkpoint.tensors), list(checkpoint.files), list(checkpoint.notes)
+    states = dict(checkpoint.states)
     problems: list[str] = []
     for source in sources:
         part = _open_part(source)
@@ -71,9 +72,10 @@ def join_sources(checkpoint: Checkpoint, sources: Sequence[Source]) -> Checkpoin
         tensors.update((info.name, info) for info in named)
         files.extend(file for file in part.files if file not in files)
         notes.extend(part.notes)
+        states = {**part.states, **states}  # of a file that two sources name, the earlier look
     if problems:
         raise CheckpointError("; ".join(problems[:20]), tuple(problems))
-    return replace(checkpoint, tensors=tensors, files=tuple(files), notes=tuple(notes))
+    return replace(checkpoint, tensors=tensors, files=tuple(files), notes=tuple(notes), states=states)
 
 
 def _open_part(source: Source) -> Checkpoint:

@@ -8,7 +8,9 @@ from dataclasses import replace
 import torch
 
 from layers.weights import ParamKind
+from quant.disk_forms.form import same_bytes
 from quant.dtypes import DType, to_torch
+from quant.scheme import StoredSpec
 from quant.sections import cut_rows
 from streaming.checkpoint.decode import decode_into
 from streaming.plan import LoadItem
@@ -23,6 +25,7 @@ def is_quantized(item: LoadItem) -> bool:
     """Whether the item has yet to be brought into another form than its wide numbers."""
     return (
         item.stored is None
+        and not item.leaf
         and item.param.kind in (ParamKind.LINEAR, ParamKind.HEAD)
         and item.param.scheme.name != "none"
     )
@@ -31,7 +34,7 @@ def is_quantized(item: LoadItem) -> bool:
 def wide_dtype(item: LoadItem) -> DType:
     """The dtype of the numbers that the slice stage hands on: a weight is quantized from what is on disk, and what is
     stored there already stays as it is."""
-    if item.stored is not None:
+    if item.stored is not None or item.leaf:
         return item.tensor.dtype
     if not is_quantized(item):
         return item.param.dtype
@@ -51,6 +54,9 @@ def item_views(item: LoadItem, stored: Mapping[str, torch.Tensor]) -> dict[str, 
     if item.stored is not None:
         whole = stored[item.stored]
         return {item.stored: whole[item.rows[0] : item.rows[1]] if whole.dim() else whole}
+    if item.leaf:
+        view = _coded_views(item, stored)[item.fills]
+        return {item.fills: view[item.section_rows[0] : item.section_rows[1]] if is_as_stored(item) else view}
     rows = sum(item.param.section_rows[item.section : item.section + item.sections])
     if is_quantized(item):
         views = item.param.scheme.section_views(stored, item.param.section_rows, item.section)
@@ -63,6 +69,31 @@ def item_views(item: LoadItem, stored: Mapping[str, torch.Tensor]) -> dict[str, 
         return views
     start, stop = item.section_rows
     return cut_rows(views, rows=rows, multiple=multiple, start=start, stop=stop)
+
+
+def is_as_stored(item: LoadItem) -> bool:
+    """Whether rows of a tensor of a form on disk are rows of what is kept, byte for byte."""
+    return item.leaf != "" and any(one.as_is and one.leaf == item.leaf for one in item.form.tensors(*_shape(item)))
+
+
+def _shape(item: LoadItem) -> tuple[int, int]:
+    run = item.param.run_at(item.section)
+    return item.param.run_rows[run], item.param.shape[1]
+
+
+def _coded_views(item: LoadItem, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the run of sections fills that the item is part of: of the parameter's own stored tensors, or of those that
+    hold the run (`arrival`) until it is quantized anew."""
+    param, run = item.param, item.param.run_at(item.section)
+    if param.kept_as_stored:
+        return param.scheme.section_views(stored, param.run_rows, run)
+    return item.form.kept.section_views(stored, (param.run_rows[run],), 0)
+
+
+def arrival(item: LoadItem) -> dict[str, StoredSpec]:
+    """The tensors that hold the item's run of sections in its form on disk, until it is whole and quantized anew."""
+    rows, in_features = _shape(item)
+    return item.form.kept.storage((rows,), in_features, wide=item.param.dtype)
 
 
 def slice_item(item: LoadItem, raw: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
@@ -85,7 +116,7 @@ def slice_item(item: LoadItem, raw: torch.Tensor, out: torch.Tensor | None) -> t
 
 def item_shape(item: LoadItem) -> tuple[int, ...]:
     """The shape of the item's numbers."""
-    if item.stored is not None:
+    if item.stored is not None or item.leaf:
         return (item.rows[1] - item.rows[0], *item.tensor.shape[1:]) if item.tensor.shape else ()
     return (item.rows[1] - item.rows[0], *item.param.shape[1:])
 
@@ -99,11 +130,14 @@ def _plain(raw: torch.Tensor, item: LoadItem) -> torch.Tensor:
 
 def store_item(item: LoadItem, wide: torch.Tensor, stored: Mapping[str, torch.Tensor]) -> None:
     """Put the wide numbers into their place in the parameter's stored tensors: quantized, section by section, where it
-    has a scheme, copied where not."""
+    has a scheme, copied where not. A tensor of a form on disk is turned into what is kept of it."""
+    if item.leaf and not is_as_stored(item):
+        item.form.place(item.leaf, wide, _coded_views(item, stored))
+        return
     if not is_quantized(item):
         (target,) = item_views(item, stored).values()
         if target.data_ptr() != wide.data_ptr():
-            target.copy_(wide)
+            target.copy_(same_bytes(wide, target) if item.leaf else wide.view(target.shape))
         return
     for part, numbers in _sections(item, wide):
         item.param.scheme.quantize_into(numbers, item_views(part, stored))

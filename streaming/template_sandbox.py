@@ -3,7 +3,8 @@
 The sandbox keeps a template from Python's internals; it does not keep it from running forever or from filling the
 memory. So every loop is made to count its rounds, every call is counted, and what grows (`+`, `*`, `**`, `~`, widths
 given to filters and text methods, the output) is measured. The counting is put in by rewriting the parsed template.
-This stops endless loops and runaway growth; it is no wall against a single filter call made to be expensive.
+This stops endless loops and runaway growth and says what it was; a single call made to be expensive is stopped by the
+limits of the process that this runs in (see `template_process.py`).
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ def render_template(source: str, given: Mapping[str, Any], *, now: datetime) -> 
         raise StreamingError(f"the chat template was stopped: {error}") from error
     except SecurityError as error:
         raise StreamingError(f"the chat template tried what it must not: {_one_line(error)}") from error
+    except MemoryError as error:
+        raise StreamingError("the chat template was stopped: it took more memory than it may") from error
+    except RecursionError as error:
+        raise StreamingError("the chat template was stopped: it nests or calls itself too deeply") from error
     except TemplateSyntaxError as error:
         raise StreamingError(f"the chat template is broken in line {error.lineno}: {_one_line(error)}") from error
     except Exception as error:  # whatever foreign code can raise

@@ -95,7 +95,7 @@ def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
             "or give token ids (--ids 1,2,3)"
         ) from error
     if checkpoint.format == "gguf" or checkpoint.metadata:  # a GGUF's, or what save-shards kept of one
-        return build_tokenizer(gguf_recipe(checkpoint.metadata, source=str(checkpoint.root)))
+        return build_tokenizer(gguf_recipe(checkpoint.metadata, source=checkpoint.name))
     folder = checkpoint.root if checkpoint.root.is_dir() else checkpoint.root.parent
     _check_links(folder)
     path = folder / "tokenizer.json"

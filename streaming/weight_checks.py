@@ -12,7 +12,7 @@ from layers.weights import ParamKind
 from streaming.plan import LoadItem
 
 logger = logging.getLogger(__name__)
-_Key = tuple[str, str]  # tensor, parameter
+_Key = tuple[str, str, int]  # tensor, parameter, where it begins in the file (one expert of many in one tensor)
 
 
 class WeightChecks:
@@ -34,7 +34,8 @@ class WeightChecks:
             return  # zeros are what a bias often is, and a bias is never quantized
         if not item.tensor.dtype.is_wide:
             return  # stored codes: their scales, which came from all the numbers, are looked at in their place
-        key = (item.tensor.name, item.param.name)  # a tied table may be read a second time, for a quantized head
+        # A tied table may be read a second time, for a quantized head.
+        key = (item.tensor.name, item.param.name, item.tensor.offset)
         self._parts.setdefault(key, []).append(torch.stack(torch.aminmax(wide)))
         self._rows[key] = self._rows.get(key, 0) + item.rows[1] - item.rows[0]
         if self._rows[key] >= (item.tensor.shape or (1,))[0]:

@@ -28,7 +28,10 @@ def stand_ins(folder: Path, text: str) -> Iterator[tuple[str, dict[str, str]]]:
     write_models(folder)
     files = {path.name: path.read_bytes() for path in (folder / "my-model").iterdir()}
     hub = Hub()
-    hub.add("owner/name", files | {"model.gguf": (folder / "model.gguf").read_bytes()})
+    hub.add(
+        "owner/name",
+        files | {name: (folder / "model.gguf").read_bytes() for name in ("model.gguf", "model-Q4_K_M.gguf")},
+    )
     with serve(hub), serving(folder) as server:
         own = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(folder / "hub"), "HF_HUB_OFFLINE": "0", "HF_TOKEN": ""}
         yield text.replace(HOST, server.url), own | {"FIRSTLAYER_CACHE": str(folder / "small")}

@@ -15,7 +15,8 @@ from layers.model_config import HeadNorm, ModelConfig, NormKind, Residual
 from tests.layers.tiny import ARCHITECTURES, config_of
 
 FAMILIES = (
-    "cohere", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "granite", "olmo2", "phi", "stablelm",
+    "cohere", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "granite", "mixtral", "olmo2", "olmoe", "phi",
+    "qwen2_moe", "qwen3_moe", "stablelm",
 )  # fmt: skip
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
@@ -45,6 +46,7 @@ def test_defaults_are_those_of_transformers(model_type: str, transformers: Modul
     ours = silent(model_type, theirs)
     heads = theirs.num_attention_heads
     eos = theirs.eos_token_id if isinstance(theirs.eos_token_id, list) else [theirs.eos_token_id]
+    eos = [] if eos == [None] else eos
     assert ours.num_kv_heads == getattr(theirs, "num_key_value_heads", heads)
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // heads)
     assert ours.intermediate_size == (getattr(theirs, "intermediate_size", None) or 4 * theirs.hidden_size)

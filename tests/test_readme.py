@@ -113,7 +113,7 @@ def test_what_is_supported_is_what_there_is() -> None:
         kind.name for kind in READABLE.values()
     ]
     assert [family.model_type for family in FAMILIES] == sorted(family.model_type for family in FAMILIES)
-    named = set(re.findall(r"\b[a-z]+\d?(?:_text)?\b(?= \(|,|$)", row("families")))
+    named = set(re.findall(r"\b[a-z]+\d?(?:_[a-z0-9]+)*\b(?= \(|,|;|$)", row("families")))
     assert named >= {family.model_type for family in FAMILIES}
 
 

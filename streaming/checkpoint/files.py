@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
+from streaming.checkpoint.remote_file import WeightFile
 from streaming.errors import CheckpointFormatError
+from streaming.open_files import FileState, state_of
 
 _LFS_MARK = b"version https://git-lfs"
 _LOST_LINK = (b"../../blobs/", b"../../../blobs/")  # what the links in the hub's cache hold
@@ -33,6 +35,16 @@ def open_weights(path: Path) -> Iterator[tuple[FileIO, int]]:
             yield file, _checked_size(path, file)
     except OSError as error:
         raise CheckpointFormatError(f"{path}: {open_fault(path, error)}") from error
+
+
+def states_before(paths: Iterable[Path]) -> dict[WeightFile, FileState]:
+    """The states of files whose headers are about to be read; a file that is replaced or written to between its header
+    and its weights then differs from what is noted here. One that cannot be looked at is left out: opening says why."""
+    states: dict[WeightFile, FileState] = {}
+    for path in paths:
+        with suppress(OSError, ValueError):
+            states[path] = state_of(os.stat(path))
+    return states
 
 
 def open_fault(path: Path, error: OSError) -> str:

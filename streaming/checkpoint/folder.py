@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from streaming.checkpoint.file_kinds import HF_KINDS, FileKind, Header
+from streaming.checkpoint.files import states_before
 from streaming.checkpoint.index import read_index
 from streaming.checkpoint.members import (
     CONFIG,
@@ -66,6 +67,7 @@ def open_weights_folder(
         for gap in _gaps(names):
             report.add(f"{root}: {gap}")
     files = _usable_files(root, names, report, source=f" ({kind.index} names it)" if index is not None else "")
+    states = states_before(files)
     headers, notes = _read_headers(files, kind, report)
     if index is None and has_index:
         report.raise_if_any()  # nothing says where the tensors should be
@@ -73,7 +75,7 @@ def open_weights_folder(
     report.raise_if_any()
     return Checkpoint(
         root=root, format=kind.format, tensors=tensors, files=tuple(files), config=config, metadata={},
-        notes=(*notes, *placed), unopened=unopened,
+        notes=(*notes, *placed), unopened=unopened, states=states,
     )  # fmt: skip
 
 
@@ -83,12 +85,13 @@ def open_weights_file(path: Path, *, kind: FileKind, part: bool = False) -> Chec
     if not part:
         refuse_one_of_many(path.name, what=str(path), folder=str(path.parent))
     config = {} if part else _read_config(path.parent, report)
+    states = states_before([path])
     headers, notes = _read_headers([path], kind, report)
     tensors, placed = _place(headers, None, path.parent, kind, complete=bool(headers), report=report)
     report.raise_if_any()
     return Checkpoint(
         root=path, format=kind.format, tensors=tensors, files=(path,), config=config, metadata={},
-        notes=(*notes, *placed),
+        notes=(*notes, *placed), states=states,
     )  # fmt: skip
 
 

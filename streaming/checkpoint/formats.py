@@ -57,7 +57,7 @@ def check_load_format(load_format: str) -> None:
 def _open_address(model: str, *, load_format: str, revision: str | None, remote_cache: str | None) -> Checkpoint:
     from streaming.remote.folder import open_remote
 
-    if load_format not in ("auto", "remote"):
+    if load_format not in ("auto", "remote") and (load_format, model[-5:]) != ("gguf", ".gguf"):
         raise OptionError(f"--load-format {load_format} reads local files; {model} is an address: use remote or auto")
     if revision is not None:
         raise OptionError(f"revision {revision!r} belongs to hub ids; {model} is an address")
@@ -143,10 +143,7 @@ def _need_package(load_format: str, *, module: str, install: str) -> None:
 
 
 def _open_instanttensor(path: Path) -> Checkpoint:
-    raise OptionError(
-        "--load-format instanttensor needs a CUDA GPU that the instanttensor package reads into; it is not supported "
-        f"yet: use --load-format auto for {path}"
-    )
+    return _open_safetensors(path)  # all that the package reads; the device that it needs is looked at with the plan
 
 
 def _open_tensorizer(path: Path) -> Checkpoint:

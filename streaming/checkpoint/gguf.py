@@ -8,9 +8,8 @@ are read. Names and shapes stay GGUF's own here, but with dims outermost first, 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from streaming.checkpoint.encodings import LITTLE_ENDIAN_ONLY, READABLE, type_na
 from streaming.checkpoint.files import open_weights
 from streaming.checkpoint.gguf_metadata import ARRAY, BOOL, SCALARS, STRING, ArraySpan, GgufMetadata, decode_text
 from streaming.checkpoint.gguf_package import BY_PACKAGE, package_fault
+from streaming.checkpoint.remote_file import WeightFile
 from streaming.checkpoint.report import Report
 from streaming.checkpoint.tensors import TensorInfo
 from streaming.errors import CheckpointFormatError, OptionError
@@ -36,7 +36,7 @@ _LEAST_PAIR, _LEAST_TENSOR = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8  # bytes of the shorte
 class GgufHeader:
     """What one file says about itself, checked."""
 
-    file: Path
+    file: WeightFile
     big_endian: bool
     metadata: GgufMetadata
     tensors: Mapping[str, TensorInfo]  # by GGUF's names, in the file's order
@@ -56,10 +56,16 @@ class _Entry:
 def read_gguf_header(path: Path) -> GgufHeader:
     """Parse one file's header. Raises CheckpointFormatError naming the file, and the tensors that are wrong in it."""
     with open_weights(path) as (file, size):
-        cursor = _Cursor(path, file, size)
-        tensor_count, pair_count = _read_prefix(cursor)
-        metadata = _read_metadata(cursor, pair_count)
-        entries = _read_entries(cursor, tensor_count)
+        return parse_gguf(path, size=size, read=file.read)
+
+
+def parse_gguf(path: WeightFile, *, size: int, read: Callable[[int], bytes]) -> GgufHeader:
+    """The same from anything that gives bytes: `size` in bytes; `read(n)` gives the next bytes, n of them or fewer or
+    more, and none only at the end. Raises likewise."""
+    cursor = _Cursor(path, read, size)
+    tensor_count, pair_count = _read_prefix(cursor)
+    metadata = _read_metadata(cursor, pair_count)
+    entries = _read_entries(cursor, tensor_count)
     alignment = _alignment(path, metadata)
     data_start = _padded(cursor.position, alignment)
     tensors, end = _locate(path, entries, data_start, alignment, size, big_endian=cursor.order == ">")
@@ -75,9 +81,9 @@ def read_gguf_header(path: Path) -> GgufHeader:
 class _Cursor:
     """A place in the header. The file is read as far as the place has moved, in pieces."""
 
-    def __init__(self, path: Path, file: FileIO, size: int) -> None:
+    def __init__(self, path: WeightFile, read: Callable[[int], bytes], size: int) -> None:
         self.path, self.size, self.position, self.order = path, size, 0, "<"
-        self._file = file
+        self._read = read
         self._buffer = bytearray()
 
     def fault(self, problem: str) -> CheckpointFormatError:
@@ -145,7 +151,7 @@ class _Cursor:
         if end > HEADER_LIMIT:
             raise self.fault(f"its header goes on to byte {end} at least; at most {HEADER_LIMIT} are read")
         while len(self._buffer) < end:
-            piece = self._file.read(max(end - len(self._buffer), _READ))
+            piece = self._read(max(end - len(self._buffer), _READ))
             if not piece:
                 raise self.fault(f"ended at byte {len(self._buffer)}: it changed while it was read")
             self._buffer += piece
@@ -219,7 +225,7 @@ def _read_entries(cursor: _Cursor, count: int) -> list[_Entry]:
     return entries
 
 
-def _alignment(path: Path, metadata: Mapping[str, Any]) -> int:
+def _alignment(path: WeightFile, metadata: Mapping[str, Any]) -> int:
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
         raise CheckpointFormatError(f"{path}: general.alignment is {alignment!r}, not a power of two")
@@ -231,7 +237,7 @@ def _padded(nbytes: int, alignment: int) -> int:
 
 
 def _locate(
-    path: Path, entries: list[_Entry], data_start: int, alignment: int, size: int, *, big_endian: bool
+    path: WeightFile, entries: list[_Entry], data_start: int, alignment: int, size: int, *, big_endian: bool
 ) -> tuple[dict[str, TensorInfo], int]:
     """The tensors with their bytes, and where the last of them ends. Raises with every wrong one."""
     report = Report(path)
@@ -254,7 +260,7 @@ def _locate(
     return tensors, end
 
 
-def _check_types(path: Path, entries: list[_Entry], report: Report, *, big_endian: bool) -> None:
+def _check_types(path: WeightFile, entries: list[_Entry], report: Report, *, big_endian: bool) -> None:
     """One line for each type that cannot be decoded."""
     by_type: dict[int, list[str]] = {}
     for entry in entries:
@@ -274,14 +280,14 @@ def _type_fault(number: int, *, big_endian: bool) -> str | None:
     return None
 
 
-def _require_package(path: Path, entries: list[_Entry]) -> None:
+def _require_package(path: WeightFile, entries: list[_Entry]) -> None:
     """OptionError where a package has to decode a tensor and is not installed."""
     for entry in entries:
         if READABLE[entry.type_number].name in BY_PACKAGE and (fault := package_fault()):
             raise OptionError(f"{path}: tensor {entry.name!r}: type {type_name(entry.type_number)} {fault}")
 
 
-def _tensor(path: Path, entry: _Entry, data_start: int, *, big_endian: bool) -> TensorInfo:
+def _tensor(path: WeightFile, entry: _Entry, data_start: int, *, big_endian: bool) -> TensorInfo:
     kind = READABLE[entry.type_number]
     if not all(entry.shape):
         raise ValueError(f"shape {list(entry.shape)} has a dim of size 0")
@@ -304,7 +310,7 @@ def _tensor(path: Path, entry: _Entry, data_start: int, *, big_endian: bool) -> 
 
 
 def _check_layout(
-    path: Path, tensors: Mapping[str, TensorInfo], data_start: int, alignment: int, size: int, report: Report
+    path: WeightFile, tensors: Mapping[str, TensorInfo], data_start: int, alignment: int, size: int, report: Report
 ) -> int:
     """Each tensor must begin where the one before it, padded, ends: no overlap, no gap. The end of the last one."""
     end = data_start

@@ -12,12 +12,11 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import closing
 from math import isfinite, log
-from pathlib import Path
 from typing import Any
 
 from quant.dtypes import DType
-from streaming.checkpoint.files import open_weights, read_exactly
 from streaming.checkpoint.gguf import GgufHeader
 from streaming.checkpoint.gguf_families import GGUF_FAMILIES, GgufFamily
 from streaming.checkpoint.gguf_keys import GgufSource
@@ -197,10 +196,10 @@ def _factors(source: GgufSource, name: str, count: int) -> list[float]:
         raise CheckpointFormatError(
             f"{info.file}: tensor {name!r} is {info.dtype.value} {list(info.shape)}, expected F32 [{count}]"
         )
-    assert isinstance(info.file, Path)  # GGUF is not read from servers
-    with open_weights(info.file) as (file, _):
-        file.seek(info.offset)
-        raw = read_exactly(info.file, file, info.nbytes)
+    from streaming.file_ranges import open_ranges
+
+    with closing(open_ranges(info.file)) as ranges:
+        (raw,) = ranges.read([(info.offset, info.nbytes)])
     values = struct.unpack(f"{'>' if info.big_endian else '<'}{count}f", raw)
     if not all(isfinite(value) and value > 0 for value in values):
         raise CheckpointFormatError(f"{info.file}: tensor {name!r} holds values that are not above 0")

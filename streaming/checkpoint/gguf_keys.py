@@ -6,9 +6,9 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
+from streaming.checkpoint.remote_file import WeightFile
 from streaming.checkpoint.tensors import TensorInfo
 from streaming.errors import CheckpointFormatError
 
@@ -17,7 +17,7 @@ from streaming.errors import CheckpointFormatError
 class GgufSource:
     """The metadata and tensors that the configuration is read from."""
 
-    file: Path
+    file: WeightFile
     architecture: str
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]  # by GGUF's names

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from streaming.checkpoint.files import states_before
 from streaming.checkpoint.gguf import GgufHeader, read_gguf_header
 from streaming.checkpoint.gguf_config import gguf_architecture, gguf_config
 from streaming.checkpoint.gguf_families import GGUF_FAMILIES
@@ -19,6 +20,8 @@ from streaming.errors import CheckpointError
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf")
 _LISTED = 10
+_OF_THE_MODEL = ("general.architecture", "general.name")  # what parts that repeat it must agree on
+MOST_PARTS = 1000  # of one model; the largest real ones have some dozens
 
 
 def open_gguf_folder(root: Path) -> Checkpoint:
@@ -41,13 +44,20 @@ def open_gguf_file(path: Path) -> Checkpoint:
 
     Raises CheckpointError for what is missing or not supported, CheckpointFormatError for broken files.
     """
-    headers = _read_parts(_parts(path))
+    parts = [path.with_name(name) for name in part_names(path.name, where=str(path))]
+    states = states_before(parts)
+    return replace(gguf_checkpoint(path, _read_parts(parts)), states=states)
+
+
+def gguf_checkpoint(root: Path, headers: list[GgufHeader]) -> Checkpoint:
+    """The model of these files' headers, wherever they lie; those of a set in its order. Raises CheckpointError."""
+    check_parts(headers)
     first = headers[0]
     architecture = gguf_architecture(first)
     tensors = _merge(headers)
     config = gguf_config(first, tensors)
     return Checkpoint(
-        root=path,
+        root=root,
         format="gguf",
         tensors=_rename(tensors, architecture, config),
         files=tuple(header.file for header in headers),
@@ -62,13 +72,18 @@ def _part_number(name: str) -> int | None:
     return int(part["number"]) if part else None
 
 
-def _parts(path: Path) -> list[Path]:
-    """The file itself, or all parts that its name says there are."""
-    part = _PART.fullmatch(path.name)
+def part_names(name: str, *, where: str) -> list[str]:
+    """The file itself, or all parts that its name says there are. CheckpointError for more than any model has."""
+    part = _PART.fullmatch(name)
     if part is None:
-        return [path]
-    total = int(part["total"])
-    return [path.with_name(f"{part['stem']}-{number:05}-of-{part['total']}.gguf") for number in range(1, total + 1)]
+        return [name]
+    total, number = int(part["total"]), int(part["number"])
+    if not 1 <= number <= total <= MOST_PARTS:
+        raise CheckpointError(
+            f"{where}: its name says that it is part {number} of {total}; parts are numbered from 1, and at most "
+            f"{MOST_PARTS} are read"
+        )
+    return [f"{part['stem']}-{number:05}-of-{part['total']}.gguf" for number in range(1, total + 1)]
 
 
 def _read_parts(files: list[Path]) -> list[GgufHeader]:
@@ -83,14 +98,13 @@ def _read_parts(files: list[Path]) -> list[GgufHeader]:
             headers.append(read_gguf_header(file))
         except CheckpointError as error:
             report.absorb(error)
-    if not report:
-        _check_parts(headers, report)
     report.raise_if_any()
     return headers
 
 
-def _check_parts(headers: list[GgufHeader], report: Report) -> None:
-    """Metadata must agree with the files' names: a part renamed to stand alone is half a model."""
+def check_parts(headers: list[GgufHeader]) -> None:
+    """Metadata must agree with the files' names: a part renamed to stand alone is half a model. CheckpointError."""
+    report = Report(headers[0].file)
     for number, header in enumerate(headers):
         count, own = header.metadata.get("split.count") or 1, header.metadata.get("split.no") or 0
         if count != len(headers) or own != number:
@@ -99,14 +113,20 @@ def _check_parts(headers: list[GgufHeader], report: Report) -> None:
                 f"its name says {number} of {len(headers)}",
                 broken=True,
             )
+    for header in headers[1:]:
+        for key in _OF_THE_MODEL:
+            own, first = header.metadata.get(key), headers[0].metadata.get(key)
+            if own is not None and own != first:
+                report.add(f"{header.file}: {key} is {own!r}, in {headers[0].file.name} it is {first!r}", broken=True)
     wanted = headers[0].metadata.get("split.tensors.count")
     found = sum(len(header.tensors) for header in headers)
     if not report and wanted is not None and wanted != found:
         report.add(f"{headers[0].file}: its parts should hold {wanted} tensors, they hold {found}", broken=True)
+    report.raise_if_any()
 
 
 def _merge(headers: list[GgufHeader]) -> dict[str, TensorInfo]:
-    report = Report(headers[0].file.parent)
+    report = Report(headers[0].file)
     tensors: dict[str, TensorInfo] = {}
     for header in headers:
         for name, info in header.tensors.items():

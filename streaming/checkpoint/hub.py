@@ -9,27 +9,32 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from streaming.checkpoint.files import read_json_object
 from streaming.checkpoint.index import read_index
 from streaming.checkpoint.members import BIN_INDEX, CONFIG, INDEX, PARAMS
 from streaming.checkpoint.unopened import unused_by_file
-from streaming.checkpoint.wanted_files import index_name, parts_missing, weight_files
+from streaming.checkpoint.wanted_files import index_name, parts_missing, quantized_file, weight_files
 from streaming.errors import CheckpointError, OptionError
 
-_HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+\.gguf))?(?:@(?P<revision>[\w./-]+))?", re.ASCII)
+_HUB_ID = re.compile(
+    r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+\.gguf)|:(?P<quantization>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?",
+    re.ASCII,
+)
 _TRUE = ("1", "ON", "YES", "TRUE")
 
 
 @dataclass(frozen=True)
 class HubId:
-    """A model's name on the hub, the revision asked for (a branch, a tag or a commit), and one GGUF file of many."""
+    """A model's name on the hub, the revision asked for (a branch, a tag or a commit), and one GGUF file of many: by
+    its name, or by the quantization that its name holds."""
 
     repo: str
     revision: str = "main"
     file: str | None = None
+    quantization: str | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ Tell = Callable[[Transfer], None]  # called from any thread, many times a second
 
 
 def parse_hub_id(text: str, *, revision: str | None = None) -> HubId | None:
-    """`owner/name[/file.gguf][@revision]`; None where the text is no such name.
+    """`owner/name[/file.gguf or :QUANTIZATION][@revision]`; None where the text is no such name.
 
     Raises OptionError where two revisions are asked for, or one that cannot be.
     """
@@ -58,7 +63,23 @@ def parse_hub_id(text: str, *, revision: str | None = None) -> HubId | None:
     chosen = revision or found["revision"] or "main"
     if ".." in chosen or chosen.startswith("/"):
         raise OptionError(f"revision {chosen!r} is not the name of a branch, a tag or a commit")
-    return HubId(found["repo"], chosen, found["file"])
+    return HubId(found["repo"], chosen, found["file"], found["quantization"])
+
+
+def with_file(model: HubId, names: Collection[str]) -> HubId:
+    """The same, with the one GGUF file of these that its quantization means. Raises CheckpointError, listing them."""
+    if model.quantization is None:
+        return model
+    return replace(model, file=quantized_file(model.quantization, names), quantization=None)
+
+
+def names_in(snapshot: Path) -> list[str]:
+    """Every file of the snapshot, relative to it."""
+    return [
+        os.path.relpath(os.path.join(folder, name), snapshot)
+        for folder, _, found in os.walk(snapshot)
+        for name in found
+    ]
 
 
 def hub_cache() -> Path:
@@ -103,7 +124,7 @@ def is_complete(snapshot: Path, *, load_format: str = "auto", file: str | None =
     `file`: the one GGUF file that is meant. A snapshot that is wrong otherwise (a broken index, several GGUF models)
     counts as complete: fetching again would not mend it, and opening it says what is wrong.
     """
-    names = _names(snapshot)
+    names = names_in(snapshot)
     try:
         weights = weight_files(names, load_format=load_format, file=file)
         index = read_repo_index(snapshot, weights, names) if file is None else None
@@ -142,12 +163,3 @@ def _needed(index: dict[str, str], snapshot: Path) -> dict[str, str]:
 
 def _has_config(names: Collection[str], weights: Collection[str]) -> bool:
     return CONFIG in names or PARAMS in names or any(name.endswith(".gguf") for name in weights)
-
-
-def _names(snapshot: Path) -> list[str]:
-    """Every file of the snapshot, relative to it."""
-    return [
-        os.path.relpath(os.path.join(folder, name), snapshot)
-        for folder, _, found in os.walk(snapshot)
-        for name in found
-    ]

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streaming.checkpoint import hub_partial
-from streaming.checkpoint.hub import HubId, Tell, Transfer, hub_cache, read_repo_index, repo_folder
+from streaming.checkpoint import hub_folder, hub_partial
+from streaming.checkpoint.hub import HubId, Tell, Transfer, hub_cache, read_repo_index, repo_folder, with_file
 from streaming.checkpoint.wanted_files import small_files, weight_files
 from streaming.errors import CheckpointError
 
@@ -28,8 +28,9 @@ _PUBLIC_HUB = "https://huggingface.co"
 _INTERRUPTED_S = 2.0  # how long an interrupted fetch may take to remove its half files
 
 
-def fetch_snapshot(model: HubId, *, load_format: str = "auto", tell: Tell | None = None) -> Path:
-    """Fetch what a load format needs of a model; its folder in the cache. Files that are there are not fetched again.
+def fetch_snapshot(model: HubId, *, load_format: str = "auto", tell: Tell | None = None) -> tuple[Path, HubId]:
+    """Fetch what a load format needs of a model; its folder in the cache, and the model with its one file, where it was
+    asked for by a quantization. Files that are there are not fetched again.
 
     The small files come first, so that the index decides which weights are asked for. Raises CheckpointError with the
     reason in words; an interrupt ends it soon, and whole files stay.
@@ -37,17 +38,35 @@ def fetch_snapshot(model: HubId, *, load_format: str = "auto", tell: Tell | None
     client = _client(model)
     with _in_words(client, model):
         commit, sizes = _list_files(client, model)
-        chosen = weight_files(sizes, load_format=load_format, file=model.file)  # no weights: said before any is fetched
-        fetch = _Fetch(client, model, commit, sizes, tell)
-        folder = fetch.run(small_files(sizes), revision=model.revision)  # by its name: the cache notes what it means
-        if model.file is None and (index := read_repo_index(folder, chosen, sizes)) is not None:
-            chosen = weight_files(sizes, load_format=load_format, index=index)
-        return fetch.run([name for name in chosen if name in sizes], revision=folder.name)
+        model = with_file(model, sizes)
+        return _fetch_chosen(_Fetch(client, model, commit, sizes, tell), model, commit, sizes, load_format), model
+
+
+def fetch_folder(
+    model: HubId, folder: Path, *, load_format: str = "auto", tell: Tell | None = None
+) -> tuple[Path, HubId]:
+    """The same into a plain folder, which is made where it is not there. Raises likewise."""
+    client = _client(model)
+    with _in_words(client, model, into=folder):
+        commit, sizes = _list_files(client, model)
+        model = with_file(model, sizes)
+        fetch = _Fetch(client, model, commit, sizes, tell, into=folder)
+        return _fetch_chosen(fetch, model, commit, sizes, load_format), model
+
+
+def _fetch_chosen(fetch: _Fetch, model: HubId, commit: str, sizes: dict[str, int], load_format: str) -> Path:
+    chosen = weight_files(sizes, load_format=load_format, file=model.file)  # no weights: said before any is fetched
+    folder = fetch.run(small_files(sizes), revision=model.revision)  # by its name: the cache notes what it means
+    if model.file is None and (index := read_repo_index(folder, chosen, sizes)) is not None:
+        chosen = weight_files(sizes, load_format=load_format, index=index)
+    return fetch.run([name for name in chosen if name in sizes], revision=commit)
 
 
 def _client(model: HubId) -> ModuleType:
     try:
         import huggingface_hub
+        import huggingface_hub.file_download  # the package itself loads its modules when a name of theirs is asked for
+        import huggingface_hub.utils
     except ImportError as error:
         raise CheckpointError(
             f"{model.repo} is not in the hub's cache {hub_cache()}, and fetching it needs: pip install huggingface_hub"
@@ -70,14 +89,25 @@ def _list_files(client: Any, model: HubId) -> tuple[str, dict[str, int]]:
 class _Fetch:
     """Some files of one repository, in several rounds that are counted as one."""
 
-    def __init__(self, client: Any, model: HubId, commit: str, sizes: dict[str, int], tell: Tell | None) -> None:
-        self._client, self._model, self._sizes = client, model, sizes
-        self._there = repo_folder(model) / "snapshots" / commit
+    def __init__(
+        self,
+        client: Any,
+        model: HubId,
+        commit: str,
+        sizes: dict[str, int],
+        tell: Tell | None,
+        *,
+        into: Path | None = None,
+    ) -> None:
+        """`into`: a plain folder in place of the cache."""
+        self._client, self._model, self._sizes, self._into = client, model, sizes, into
+        self._commit, self._there = commit, repo_folder(model) / "snapshots" / commit
         self._meter = _Meter(tell)
 
     def run(self, names: Collection[str], *, revision: str) -> Path:
         """Fetch these files; the folder that has them. An interrupt waits for the threads to notice it."""
-        missing = {name: self._sizes[name] for name in names if not (self._there / name).exists()}
+        absent = [name for name in names if self._into is not None or not (self._there / name).exists()]
+        missing = {name: self._sizes[name] for name in absent}
         self._meter.expect(missing)
         large = [name for name, nbytes in missing.items() if nbytes >= hub_partial.LARGE_NBYTES]
         outcome: list[Path | BaseException] = []
@@ -100,6 +130,13 @@ class _Fetch:
     ) -> None:
         bar_class = _bar_class(self._meter)
         try:
+            if self._into is not None:
+                hub_folder.fetch_files(
+                    self._client, self._model, names, self._into, commit=self._commit, endpoint=_endpoint(),
+                    make_bar=lambda: bar_class(unit="B", large=True), done=lambda: self._meter.add_files(1),
+                )  # fmt: skip
+                outcome.append(self._into)
+                return
             if large:
                 hub_partial.fetch_large(
                     self._client, self._model, large, revision=revision, endpoint=_endpoint(),
@@ -201,7 +238,7 @@ def _bar_class(meter: _Meter) -> type:
 
 
 @contextmanager
-def _in_words(client: Any, model: HubId) -> Iterator[None]:
+def _in_words(client: Any, model: HubId, *, into: Path | None = None) -> Iterator[None]:
     """The client's errors as one line, and its warnings (which would draw into the progress line) held back."""
     logger = logging.getLogger(client.__name__)
     level = logger.level
@@ -209,6 +246,10 @@ def _in_words(client: Any, model: HubId) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the client's own, its http library's, the system's: all mean "not fetched"
+        if into is not None:
+            raise CheckpointError(
+                f"{model.repo}: revision {model.revision!r} could not be fetched into {into}: {_reason(error, model)}"
+            ) from error
         raise CheckpointError(
             f"{model.repo}: no such file or folder here ({Path.cwd()}), not whole in the hub's cache "
             f"({repo_folder(model)}), and revision {model.revision!r} could not be fetched: {_reason(error, model)}"

@@ -13,8 +13,10 @@ from streaming.checkpoint.hub import (
     is_complete,
     is_offline,
     is_true,
+    names_in,
     parse_hub_id,
     repo_folder,
+    with_file,
 )
 from streaming.errors import CheckpointError
 
@@ -22,7 +24,7 @@ USE_MODELSCOPE = "FIRSTLAYER_USE_MODELSCOPE"
 
 
 def locate_hub_id(name: str, *, revision: str | None, load_format: str, tell: Tell | None) -> Path:
-    """The folder or file of owner/name[/file.gguf][@revision]: see `streaming.checkpoint.location.locate`."""
+    """The folder or file of owner/name[/file.gguf or :QUANTIZATION][@revision]: see `locate` in `location.py`."""
     found = hub_id(name, revision=revision)
     if uses_modelscope():
         from streaming.checkpoint.modelscope import fetch_from_modelscope
@@ -37,7 +39,7 @@ def hub_id(name: str, *, revision: str | None = None) -> HubId:
     if found is None:
         raise CheckpointError(
             f"{name or repr(name)}: no such folder or file (looked in {Path.cwd()}), and not the name of a model on "
-            "the hub, owner/name[@revision]"
+            "the hub, owner/name[@revision] or owner/name:QUANTIZATION[@revision]"
         )
     return found
 
@@ -51,13 +53,31 @@ def fetch(model: HubId, *, load_format: str = "auto", tell: Tell | None = None) 
         )
     from streaming.checkpoint.hub_client import fetch_snapshot
 
-    return _inside(fetch_snapshot(model, load_format=load_format, tell=tell), model)
+    return _inside(*fetch_snapshot(model, load_format=load_format, tell=tell))
+
+
+def fetch_into(folder: Path, model: HubId, *, load_format: str = "auto", tell: Tell | None = None) -> Path:
+    """The model from the network into a plain folder, and not into the hub's cache; that folder, or the file in it.
+
+    What the folder has of it already is not fetched again. Raises CheckpointError.
+    """
+    if is_offline():
+        raise CheckpointError(f"{model.repo}: to fetch it into {folder} the hub is asked, which HF_HUB_OFFLINE forbids")
+    from streaming.checkpoint.hub_client import fetch_folder
+
+    return _inside(*fetch_folder(model, folder, load_format=load_format, tell=tell))
 
 
 def _cached(model: HubId, load_format: str) -> Path | None:
     """What the cache has of it. Offline, what is not whole is taken too: opening it names what is missing."""
     snapshot = cached_snapshot(model)
     if snapshot is None:
+        return None
+    try:
+        model = with_file(model, names_in(snapshot))
+    except CheckpointError as error:
+        if is_offline():
+            raise CheckpointError(f"{model.repo}: {snapshot}: {error}; HF_HUB_OFFLINE forbids to fetch it") from error
         return None
     if is_complete(snapshot, load_format=load_format, file=model.file):
         return _inside(snapshot, model)

@@ -34,7 +34,7 @@ _NEEDED = {"resume_size", "headers", "expected_size", "_tqdm_bar"}  # what the c
 
 
 @dataclass(frozen=True)
-class _Remote:
+class RemoteBlob:
     """Where a file's bytes are."""
 
     url: str
@@ -52,15 +52,21 @@ def fetch_large(
     and of those that were there (`had`). Raises what the
     client raises; OSError where a file that was taken up is not what it should be.
     """
-    if not set(inspect.signature(client.file_download.http_get).parameters) >= _NEEDED:
+    if not can_resume(client):
         return
     blobs = repo_folder(model) / "blobs"
     blobs.mkdir(parents=True, exist_ok=True)
 
     def fetch(name: str) -> None:
-        if (remote := _find(client, model, name, revision, endpoint)) is not None:
-            _fetch_one(client, remote, blobs, make_bar())
+        remote = find_remote(client, model, name, revision=revision, endpoint=endpoint, over_xet=True)
+        if remote is not None:
+            fetch_one(client, remote, blobs, make_bar())
 
+    each_at_once(names, fetch)
+
+
+def each_at_once(names: Iterable[str], fetch: Callable[[str], None]) -> None:
+    """Do it for several names at once. Raises what one of them raises; those that have not begun are left out then."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         futures = [pool.submit(fetch, name) for name in names]
         try:
@@ -72,22 +78,25 @@ def fetch_large(
             wait(futures)
 
 
-def _find(client: Any, model: HubId, name: str, revision: str, endpoint: str | None) -> _Remote | None:
-    """None for what is the client's to fetch."""
+def find_remote(
+    client: Any, model: HubId, name: str, *, revision: str, endpoint: str | None, over_xet: bool
+) -> RemoteBlob | None:
+    """Where the file is. None for what only the client can fetch, and, `over_xet`, for what it fetches faster."""
     url = client.hf_hub_url(model.repo, name, revision=revision, endpoint=endpoint)
     found = client.get_hf_file_metadata(url)
     by_xet = getattr(found, "xet_file_data", None) is not None and importlib.util.find_spec("hf_xet") is not None
-    if by_xet and not is_true(os.environ.get("HF_HUB_DISABLE_XET")):
+    if over_xet and by_xet and not is_true(os.environ.get("HF_HUB_DISABLE_XET")):
         return None
     if found.etag is None or found.size is None or _ETAG.fullmatch(found.etag) is None:
         return None
     headers = client.utils.build_hf_headers()
     if urlsplit(found.location).netloc != urlsplit(url).netloc:
         headers.pop("authorization", None)  # the token is for the hub alone
-    return _Remote(found.location, headers, found.etag, found.size)
+    return RemoteBlob(found.location, headers, found.etag, found.size)
 
 
-def _fetch_one(client: Any, remote: _Remote, blobs: Path, bar: Any) -> None:
+def fetch_one(client: Any, remote: RemoteBlob, blobs: Path, bar: Any) -> None:
+    """Bring a file's bytes to `blobs`/ETag, unless another process is at it. Raises as `fetch_large` does."""
     blob, partial = blobs / remote.etag, blobs / f"{remote.etag}.partial"
     if blob.exists():
         partial.unlink(missing_ok=True)
@@ -112,15 +121,24 @@ def _fetch_one(client: Any, remote: _Remote, blobs: Path, bar: Any) -> None:
             expected_size=remote.nbytes,
             _tqdm_bar=bar,
         )
-        if had_nbytes and not _is_right(file, remote.etag):
+        if had_nbytes and is_sha256(remote.etag) and digest_of(file) != remote.etag:
             partial.unlink()
             raise OSError(f"{partial}: what an earlier run left of it was wrong; it is removed, run it again")
+        os.fsync(file.fileno())  # else a crash could leave a whole name on half the bytes
         os.replace(partial, blob)
 
 
-def _is_right(file: FileIO, etag: str) -> bool:
-    """Whether the bytes are those that the etag names, where it is a checksum of them."""
-    if _SHA256.fullmatch(etag) is None:
-        return True
+def is_sha256(etag: str) -> bool:
+    """Whether the etag is a checksum of the bytes, as it is of large files."""
+    return _SHA256.fullmatch(etag) is not None
+
+
+def digest_of(file: FileIO) -> str:
+    """The SHA-256 of all its bytes."""
     file.seek(0)
-    return hashlib.file_digest(file, "sha256").hexdigest() == etag
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def can_resume(client: Any) -> bool:
+    """Whether the client's own function takes what is needed to go on with half a file."""
+    return set(inspect.signature(client.file_download.http_get).parameters) >= _NEEDED

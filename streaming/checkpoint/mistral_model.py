@@ -15,6 +15,7 @@ from typing import Any
 
 from layers.config_fields import Fields
 from streaming.checkpoint.file_kinds import PT_KINDS, SAFETENSORS_KIND, FileKind
+from streaming.checkpoint.files import states_before
 from streaming.checkpoint.index import read_index
 from streaming.checkpoint.members import (
     CONSOLIDATED,
@@ -48,6 +49,7 @@ def open_mistral(path: Path) -> Checkpoint:
     report = Report(path)
     params = _read_params(root, report)
     names, kind = _choose(path, report)
+    states = states_before(root / name for name in names)
     headers, notes = _read_headers(root, names, kind, report)
     stored = _merge(headers, report)
     report.raise_if_any()
@@ -62,6 +64,7 @@ def open_mistral(path: Path) -> Checkpoint:
         config=config,
         metadata={},
         notes=(*notes, *remarks),
+        states=states,
     )
 
 

@@ -21,6 +21,11 @@ def fetch_from_modelscope(model: HubId, *, load_format: str = "auto") -> Path:
     Patterns are asked for one after the other, the first that brings weights is the last. Raises OptionError without
     the package, CheckpointError with its reason in words.
     """
+    if model.quantization is not None:
+        raise OptionError(
+            f"{model.repo}:{model.quantization}: a quantization is looked up in the hub's list of files, and "
+            f"{USE_MODELSCOPE} is set; name the file: {model.repo}/FILE.gguf"
+        )
     download = _client()
     weights = [[model.file]] if model.file else [[pattern] for pattern in weight_patterns(load_format)] or [[]]
     for patterns in weights:

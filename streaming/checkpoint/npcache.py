@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from streaming.checkpoint.files import open_weights, read_exactly
+from streaming.checkpoint.files import open_weights, read_exactly, states_before
 from streaming.checkpoint.remote_file import WeightFile
 from streaming.checkpoint.safetensors import read_safetensors_header
 from streaming.checkpoint.tensors import Checkpoint, TensorInfo
@@ -54,7 +54,9 @@ def open_cached(checkpoint: Checkpoint) -> Checkpoint:
             f"{folder}: the cache for --load-format npcache cannot be written: {error.strerror or error} "
             f"(it needs {_needed(checkpoint.tensors)} bytes there); nothing of it was kept; --load-format hf needs none"
         ) from error
-    return replace(checkpoint, format="npcache", tensors=read_safetensors_header(cache), files=(cache,))
+    states = states_before([cache])
+    tensors = read_safetensors_header(cache)
+    return replace(checkpoint, format="npcache", tensors=tensors, files=(cache,), states=states)
 
 
 def _label(root: Path) -> str:

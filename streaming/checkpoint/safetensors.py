@@ -109,6 +109,8 @@ def _dtype(entry: Any) -> DType:
         found = _short(sorted(entry)) if isinstance(entry, dict) else type(entry).__name__
         raise ValueError(f"its entry should have dtype, shape and data_offsets, found {found}")
     name = entry["dtype"]
+    if name in ("F8_E4M3FNUZ", "F8_E5M2FNUZ"):
+        raise ValueError(f"dtype {name}: codes of another 8-bit float than F8_E4M3, which alone can be read; convert it")
     if type(name) is not str or name not in _DTYPES:
         raise ValueError(f"unknown dtype {_short(name)}; known are {', '.join(_DTYPES)}")
     return _DTYPES[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from quant.dtypes import DType
 if TYPE_CHECKING:
     from streaming.checkpoint.remote_file import WeightFile
     from streaming.checkpoint.unopened import Unopened
+    from streaming.open_files import FileState
 
 
 MOST_TENSORS = 1 << 18  # of one file or one index; the largest models have some 150,000
@@ -97,6 +98,7 @@ class Checkpoint:
     address: str | None = None  # where a remote model lies; its `root` holds the small files alone
     unopened: tuple[Unopened, ...] = ()  # files of which nothing is used
     saved: Mapping[str, Any] | None = None  # the manifest, where tensors are on disk in stored form (streaming.sharded)
+    states: Mapping[WeightFile, FileState] = field(default_factory=dict)  # of local files before their header was read
 
     @property
     def name(self) -> str:

@@ -61,6 +61,32 @@ def weight_files(
     return found
 
 
+def quantized_file(quantization: str, names: Collection[str]) -> str:
+    """The one GGUF model (the first part of a numbered set) whose name holds a quantization such as Q4_K_M, as a word
+    of its own and in any case. Raises CheckpointError that lists them, where it is none or several."""
+    models = sorted(name for name in names if _is_model(name))
+    word = re.compile(rf"(?<![A-Za-z0-9]){re.escape(quantization)}(?![A-Za-z0-9_])", re.IGNORECASE)
+    if not (found := [name for name in models if word.search(Path(name).name)]):
+        found = [name for name in models if word.search(name)]  # a folder for each is usual too
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise CheckpointError(
+            f"{len(found)} GGUF models have {quantization} in their name: {_some(found)}; name the one that is meant, "
+            f"as in owner/name/{found[0]}"
+        )
+    listed = f"there are {_some(models)}" if models else "there are no GGUF models at all"
+    raise CheckpointError(f"no GGUF model has {quantization} in its name; {listed}")
+
+
+def _is_model(name: str) -> bool:
+    """Whether it is a GGUF model or the first part of one, and no projector of images or matrix of importances."""
+    part = _NUMBERED.fullmatch(name)
+    stem = Path(name).name.lower()
+    beside = stem.startswith("mmproj") or "imatrix" in stem
+    return name.endswith(".gguf") and not beside and (part is None or int(part["number"]) == 1)
+
+
 def index_name(weights: Collection[str]) -> str | None:
     """The index that would go with such files; None for a kind of file that has none."""
     first = next(iter(weights), "")

@@ -10,6 +10,7 @@ from pathlib import Path
 from streaming import cli
 from streaming.commands.generate import make_progress, progress_hooks
 from streaming.commands.run_files import check_file_option
+from streaming.commands.whole_output import whole_output
 from streaming.llm import LLM
 from streaming.prepare import prepare
 
@@ -34,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
             progress.close()
         import numpy
 
-        with options.out.open("wb") as file:  # numpy would add .npy to another name
+        with whole_output(options.out) as file:  # numpy would add .npy to another name
             numpy.save(file, logits.numpy(force=True))
         found = {"out": str(options.out), "shape": list(logits.shape), "argmax_last": int(logits[-1].argmax())}
     if options.json:

@@ -38,7 +38,8 @@ def plan_dict(prepared: Prepared, rates: list[int]) -> dict[str, object]:
         "format": prepared.checkpoint.format,
         "model_type": prepared.config.model_type,
         "dtype": prepared.dtype.torch_name,
-        "quantization": prepared.options.quantization,
+        "quantization": prepared.options.quantization_words,
+        "kv_cache_dtype": prepared.options.kv_cache_dtype,
         "layers": [_layer_dict(layer) for layer in plan.layers],
         "bytes_read": plan.read_nbytes,
         "bytes_kept": plan.kept_nbytes,
@@ -64,6 +65,13 @@ def _layer_dict(layer: LayerPlan) -> dict[str, object]:
     }  # fmt: skip
 
 
+def _cache_words(prepared: Prepared) -> str:
+    """How the cache is kept, where that was asked for."""
+    name = prepared.options.kv_cache_dtype
+    given = " with the checkpoint's scales" if prepared.kv_scales else ""
+    return "" if name == "auto" else f" ({name}{given})"
+
+
 def plan_lines(prepared: Prepared, rates: list[int]) -> list[str]:
     """The plan for people."""
     plan, budget = prepared.plan, prepared.budget
@@ -75,7 +83,7 @@ def plan_lines(prepared: Prepared, rates: list[int]) -> list[str]:
     peak = (
         f"peak {format_size(budget.peak_nbytes)}: weights {format_size(budget.kept_nbytes)}, window "
         f"{format_size(budget.window_nbytes)}, conversion {format_size(budget.convert_nbytes)}, KV cache "
-        f"{format_size(budget.cache_nbytes)}"
+        f"{format_size(budget.cache_nbytes)}{_cache_words(prepared)}"
         f"{f', packed copies {format_size(budget.packed_nbytes)}' if budget.packed_nbytes else ''}"
         f"{f', held by the reader {format_size(budget.file_nbytes)}' if budget.file_nbytes else ''}; limit "
         f"{format_size(budget.limit_nbytes) if budget.limit_nbytes else 'none'}"
@@ -84,7 +92,7 @@ def plan_lines(prepared: Prepared, rates: list[int]) -> list[str]:
     config = prepared.config
     title = (
         f"{prepared.checkpoint.name}: {config.model_type}, {config.num_layers} layers, {prepared.dtype.torch_name}, "
-        f"quantization {prepared.options.quantization}, {len(plan.dropped)} tensors not used"
+        f"quantization {prepared.options.quantization_words}, {len(plan.dropped)} tensors not used"
     )
     reading = f"read with {prepared.reading.strategy}: {prepared.reading.reason}"
     unused = (f"not used, {format_size(nbytes)}: {reason}" for reason, nbytes in plan.unused.items())

@@ -63,13 +63,23 @@ def resident_model(
 
 
 def run_resident(
-    model: DecoderModel, token_ids: Sequence[int], kernels: Kernels, *, dtype: DType, device: str
+    model: DecoderModel,
+    token_ids: Sequence[int],
+    kernels: Kernels,
+    *,
+    dtype: DType,
+    device: str,
+    cache_dtype: str = "auto",
+    scales: Sequence[tuple[float, float]] | None = None,
+    int8_activations: bool = False,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Every decoder layer's output [T, hidden], and float32 logits [T, vocab]."""
     config = model.config
-    context = StepContext(kernels=kernels)
+    context = StepContext(kernels=kernels, int8_activations=int8_activations)
     with torch.inference_mode():
-        cache = KVCache(config, max_tokens=len(token_ids), dtype=dtype, device=device)
+        cache = KVCache(
+            config, max_tokens=len(token_ids), dtype=dtype, device=device, cache_dtype=cache_dtype, scales=scales
+        )
         batch = make_batch([(token_ids, cache)], vocab_size=config.vocab_size, device=device)
         hidden, rope, outputs = model.embed(batch.token_ids, context), model.rope(batch), {}
         for index, layer in enumerate(model.layers):

@@ -44,9 +44,11 @@ def write_run_files(options: argparse.Namespace, tracer: Tracer, clock: RunClock
     if options.trace is not None:
         write_chrome_trace(tracer.spans(), options.trace, origin_s=clock.start_s, facts=dict(facts))
     if options.timeline is not None:
+        from streaming.cli import load_options
         from streaming.timeline import write_timeline
 
-        title = f"{options.model}: {options.quantization} weights on {options.device}"
+        kept = load_options(options).quantization_words
+        title = f"{options.model}: {kept} weights on {options.device}"
         write_timeline(options.timeline, tracer.spans(), title=title, facts=facts, origin_s=clock.start_s)
 
 

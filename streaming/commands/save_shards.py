@@ -11,9 +11,10 @@ from streaming import cli
 from streaming.commands.generate import make_progress, progress_hooks
 from streaming.errors import OptionError
 from streaming.llm import LLM
+from streaming.new_folder import check_room
 from streaming.prepare import Prepared, prepare
 from streaming.sharded import Manifest
-from streaming.sharded_writer import check_room, holds_same, wanted_manifest, writing
+from streaming.sharded_writer import holds_same, wanted_manifest, writing
 from streaming.sizes import format_size
 
 
@@ -31,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     if holds_same(options.out, wanted):
         _say(options, prepared, wanted, written=False)
         return 0
-    check_room(options.out, prepared.plan.kept_nbytes)
+    check_room(options.out, prepared.plan.kept_nbytes, option="--out")
     manifest = _save(options, prepared, wanted)
     _say(options, prepared, manifest, written=True)
     return 0

@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     report = compare(prepared, ids, options)
     _check_sums(report, prepared)
     found = {
-        "equal": not report.differences, "quantization": prepared.options.quantization, "stored_tensors": report.stored,
+        "equal": not report.differences, "quantization": prepared.options.quantization_words, "stored_tensors": report.stored,
         "layer_outputs": report.outputs, "logits": report.logits, "differences": report.differences,
     }  # fmt: skip
     if options.json:
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         compared = f"{report.stored} stored tensors, {report.outputs} layer outputs, {report.logits} logits"
         verdict = "equal to the bit" if not report.differences else f"{len(report.differences)} differences"
-        lines = [f"{prepared.options.quantization}: {compared}: {verdict}", *report.differences[:20]]
+        lines = [f"{prepared.options.quantization_words}: {compared}: {verdict}", *report.differences[:20]]
         sys.stdout.write("\n".join(lines) + "\n")
     return 1 if report.differences else 0
 
@@ -98,7 +98,10 @@ def _compare_all(prepared: Prepared, ids: list[int], llm: LLM, while_loading: _R
     device = prepared.options.device
     model = _resident(prepared)
     kernels = Kernels.detect(mode=llm.kernels.mode)
-    outputs, logits = run_resident(model, ids, kernels, dtype=prepared.dtype, device=device)
+    outputs, logits = run_resident(
+        model, ids, kernels, dtype=prepared.dtype, device=device, cache_dtype=prepared.options.kv_cache_dtype,
+        scales=prepared.kv_scales, int8_activations=prepared.options.activation_dtype == "int8",
+    )  # fmt: skip
     report = Report()
     _compare_stored(report, llm.shell, model)
     for label, (seen, found) in (("while loading", while_loading), ("once resident", resident)):

@@ -10,6 +10,12 @@ from streaming.errors import OptionError
 HTTP_SCHEMES = ("http", "https")
 STORE_SCHEMES = ("s3", "gs", "az")
 SCHEMES = (*HTTP_SCHEMES, *STORE_SCHEMES)
+GGUF_SUFFIX = ".gguf"
+REMOTE_KINDS = (
+    "a remote model is a folder of config.json and safetensors files, one .safetensors file beside its config.json, or "
+    "a .gguf file"
+)
+_LOCAL_SUFFIXES = (".bin", ".pt", ".pth", ".tensors", ".json")
 _HUB_HOST = "huggingface.co"
 _ADDRESS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
 
@@ -20,7 +26,7 @@ def is_address(model: str) -> bool:
 
 
 def check_address(model: str) -> str:
-    """The address of a folder or of one .safetensors file, as it was given. Raises OptionError in words."""
+    """The address of a folder or of one .safetensors or .gguf file, as it was given. Raises OptionError in words."""
     found = _ADDRESS.match(model)
     if found is None:
         raise OptionError(f"{model!r} is not an address; addresses begin with {', '.join(f'{s}://' for s in SCHEMES)}")
@@ -30,6 +36,8 @@ def check_address(model: str) -> str:
     if scheme not in SCHEMES:
         raise OptionError(f"{model}: {scheme}:// is not supported; known are {', '.join(f'{s}://' for s in SCHEMES)}")
     _check_parts(model)
+    if model.endswith(_LOCAL_SUFFIXES):
+        raise OptionError(f"{model}: cannot be read from a server: {REMOTE_KINDS}; download the others")
     return scheme + model[len(scheme) :]
 
 
@@ -57,7 +65,7 @@ def _check_parts(model: str) -> None:
 
 def is_file_address(url: str) -> bool:
     """Whether the address names one weights file and not a folder."""
-    return url.endswith(".safetensors")
+    return url.endswith((".safetensors", GGUF_SUFFIX))
 
 
 def folder_of(url: str) -> str:

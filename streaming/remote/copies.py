@@ -11,7 +11,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,14 @@ def with_copy(file: RemoteFile, folder: Path) -> WeightFile:
         if path.stat().st_size == file.nbytes:
             return path
     return replace(file, copy_to=path)
+
+
+def choose_files(files: Iterable[RemoteFile], copies: Path | None) -> dict[WeightFile, WeightFile]:
+    """What each file is read from: itself, or (see `with_copy`) its copy in the folder, where there is to be one."""
+    if copies is None:
+        return {file: file for file in files}
+    remove_abandoned(copies)
+    return {file: with_copy(file, copies) for file in files}
 
 
 def remove_abandoned(folder: Path) -> None:

@@ -11,32 +11,41 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from streaming.checkpoint.files import read_json_object, stand_in
+from streaming.checkpoint.files import read_json_object
 from streaming.checkpoint.folder import refuse_one_of_many
 from streaming.checkpoint.index import read_index
 from streaming.checkpoint.members import CONFIG, INDEX
-from streaming.checkpoint.remote_file import RemoteFile, WeightFile
+from streaming.checkpoint.remote_file import RemoteFile
 from streaming.checkpoint.report import Report
 from streaming.checkpoint.safetensors import parse_safetensors
 from streaming.checkpoint.tensors import Checkpoint, TensorInfo
 from streaming.checkpoint.unopened import Unopened, unused_by_file
-from streaming.errors import CheckpointError, CheckpointFormatError
-from streaming.remote.address import check_address, folder_of, is_file_address, member_url
-from streaming.remote.copies import remove_abandoned, with_copy
+from streaming.errors import CheckpointError
+from streaming.remote.address import (
+    GGUF_SUFFIX,
+    REMOTE_KINDS,
+    check_address,
+    folder_of,
+    is_file_address,
+    member_url,
+)
+from streaming.remote.copies import choose_files
 from streaming.remote.faults import RemoteMissingError
 from streaming.remote.fetch_pool import FetchPool
+from streaming.remote.header_bytes import HeaderBytes
 from streaming.remote.ranges import RangeFetcher, RetryPolicy
 from streaming.remote.small_files import fetch_small_files
+from streaming.remote.unmarked import unmarked_notes
 
 SINGLE = "model.safetensors"
-FIRST_NBYTES = 256 << 10  # asked for at once: the whole header of all but the largest files
 
 Header = Mapping[str, TensorInfo]
 _DEFAULT_POLICY = RetryPolicy()
 
 
 def open_remote(model: str, *, copies: Path | None = None, policy: RetryPolicy = _DEFAULT_POLICY) -> Checkpoint:
-    """The checkpoint at an address: of a folder, or of one .safetensors file with its config.json beside it.
+    """The checkpoint at an address: of a folder, of one .safetensors file with its config.json beside it, or of a .gguf
+    file (any part of one).
 
     `copies`: a folder in which whole files are kept for the next load, and looked up. Raises OptionError for addresses
     that cannot work, CheckpointError (CheckpointFormatError where a file is broken) with the problems of all files.
@@ -44,6 +53,10 @@ def open_remote(model: str, *, copies: Path | None = None, policy: RetryPolicy =
     url = check_address(model)
     refuse_one_of_many(url.rpartition("/")[2], what=url, folder=folder_of(url))
     with closing(FetchPool(policy=policy)) as pool:
+        if url.endswith(GGUF_SUFFIX):
+            from streaming.remote.gguf import open_remote_gguf
+
+            return open_remote_gguf(url, copies=copies, pool=pool)
         return _open(url, folder_of(url), copies, pool)
 
 
@@ -60,19 +73,19 @@ def _open(url: str, folder: str, copies: Path | None, pool: FetchPool) -> Checkp
     report.raise_if_any()
     tensors = _place(headers, index or {}, folder, report)
     report.raise_if_any()
-    files = _choose_files(headers, copies)
+    files = choose_files(headers, copies)
     if copies is not None:
         tensors = {name: replace(info, file=files[info.file]) for name, info in tensors.items()}
     return Checkpoint(
         root=root, format="safetensors", tensors=tensors, files=tuple(files.values()), config=config, metadata={},
-        notes=(*notes, *_notes(headers)), address=url,
+        notes=(*notes, *unmarked_notes(headers)), address=url,
         unopened=tuple(Unopened(RemoteFile(member_url(folder, file), 0), 0, unused[file]) for file in unused),
     )  # fmt: skip
 
 
 def _read_config(root: Path, folder: str, report: Report) -> dict[str, object]:
     if not (root / CONFIG).exists():
-        report.add(f"{member_url(folder, CONFIG)}: is missing; a Hugging Face model folder has its configuration there")
+        report.add(f"{member_url(folder, CONFIG)}: is missing; {REMOTE_KINDS}")
         return {}
     try:
         return read_json_object(root / CONFIG)
@@ -108,7 +121,7 @@ def _read_headers(urls: list[str], report: Report, *, source: str, pool: FetchPo
     headers: dict[RemoteFile, Header] = {}
     for result in pool.run(jobs):
         if isinstance(result, RemoteMissingError):
-            report.add(f"{result}{source or f'; neither is {INDEX}, so no other file is known'}")
+            report.add(f"{result}{source or f'; neither is {INDEX}, so no other file is known: {REMOTE_KINDS}'}")
         elif isinstance(result, CheckpointError):
             report.absorb(result)
         else:
@@ -117,23 +130,9 @@ def _read_headers(urls: list[str], report: Report, *, source: str, pool: FetchPo
 
 
 def _read_header(url: str, fetcher: RangeFetcher) -> tuple[RemoteFile, Header]:
-    head, data = fetcher.fetch_first(url, FIRST_NBYTES)
-    file = RemoteFile(url, head.nbytes, head.etag, head.modified)
-    if fault := stand_in(data[:256], file.nbytes):
-        raise CheckpointFormatError(f"{url}: {fault}")
-    taken = 0
-
-    def read(nbytes: int) -> bytes:
-        """The next bytes, of what is there or of the server."""
-        nonlocal data, taken
-        if (missing := taken + nbytes - len(data)) > 0:
-            rest = bytearray()
-            fetcher.fetch(file, len(data), len(data) + missing, rest.extend)
-            data += rest
-        taken += nbytes
-        return data[taken - nbytes : taken]
-
-    return file, parse_safetensors(file, size=file.nbytes, read=read)
+    beginning = HeaderBytes(url, fetcher)
+    file = beginning.file
+    return file, parse_safetensors(file, size=file.nbytes, read=beginning.exactly)
 
 
 def _place(
@@ -156,18 +155,3 @@ def _place(
     if not tensors and not report:
         report.add(f"{folder}: its safetensors files hold no tensors")
     return tensors
-
-
-def _choose_files(headers: Mapping[RemoteFile, Header], copies: Path | None) -> dict[WeightFile, WeightFile]:
-    if copies is None:
-        return {file: file for file in headers}
-    remove_abandoned(copies)
-    return {file: with_copy(file, copies) for file in headers}
-
-
-def _notes(headers: Mapping[RemoteFile, Header]) -> list[str]:
-    unmarked = [file for file in headers if file.etag is None and file.modified is None]
-    if not unmarked:
-        return []
-    note = "the server tells neither its ETag nor its date: a change during the load would be noticed by its size alone"
-    return [f"{unmarked[0].url}: {note}"]

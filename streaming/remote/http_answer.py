@@ -14,10 +14,12 @@ from urllib.parse import urlsplit
 
 from streaming.errors import CheckpointError
 from streaming.remote.faults import RemoteForbiddenError, RemoteMissingError, TransientError, changed
+from streaming.remote.proxy import Proxy, tunnel_fault
 from streaming.remote.source import Head
 
 AUTHORIZATION = "FIRSTLAYER_HTTP_AUTHORIZATION"  # an environment variable: the whole value of the header
 _AGAIN = (408, 425, 429)  # and every 5xx
+_PROXY_CREDENTIALS = "credentials go into its variable, as in HTTPS_PROXY=http://user:password@host:port"
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
 
@@ -61,6 +63,8 @@ def check_failure(url: str, response: HTTPResponse) -> None:
             f"{url}: may not be read (the server answers {status_words(response)}); credentials go into the "
             f"environment variable {AUTHORIZATION}, such as 'Bearer TOKEN'"
         )
+    if status == 407:
+        raise CheckpointError(f"{url}: the proxy answers {status_words(response)}; {_PROXY_CREDENTIALS}")
     if status in _AGAIN or status >= 500:
         wait_s = _retry_after(response.getheader("Retry-After"))
         raise TransientError(f"the server answers {status_words(response)}", wait_s=wait_s)
@@ -122,14 +126,25 @@ def _retry_after(value: str | None) -> float | None:
         return None
 
 
-def http_fault(url: str, error: Exception, timeout_s: float | None) -> Exception:
+def http_fault(url: str, error: Exception, timeout_s: float | None, *, proxy: Proxy | None = None) -> Exception:
     """The error in words; what cannot become better by itself is not tried again."""
+    way = "" if proxy is None else f" (by way of the proxy {proxy})"
     if isinstance(error, TimeoutError):
-        return TransientError(f"nothing came for {timeout_s:g} s")
+        return TransientError(f"nothing came for {timeout_s:g} s{way}")
     if isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN:
-        return CheckpointError(f"{url}: the host {urlsplit(url).hostname} is not known ({error.strerror})")
+        host = f"host {urlsplit(url).hostname}" if proxy is None else f"proxy {proxy}"
+        return CheckpointError(f"{url}: the {host} is not known ({error.strerror})")
+    if isinstance(error, OSError) and (answer := tunnel_fault(error)) is not None:
+        return _refused_by_proxy(url, answer, proxy)
     if type(error).__name__ == "SSLCertVerificationError":
         return CheckpointError(f"{url}: the server's certificate is not trusted: {error}")
     if isinstance(error, OSError):
-        return TransientError(f"the connection failed: {error.strerror or error}")
+        return TransientError(f"the connection failed{way}: {error.strerror or error}")
     return TransientError(f"the answer is not valid HTTP ({type(error).__name__}: {plain_words(str(error))})")
+
+
+def _refused_by_proxy(url: str, answer: str, proxy: Proxy | None) -> Exception:
+    words = f"the proxy {proxy} answers {plain_words(answer)} to being asked for a connection"
+    if answer.startswith("407"):
+        return CheckpointError(f"{url}: {words}; {_PROXY_CREDENTIALS}")
+    return CheckpointError(f"{url}: {words}") if answer.startswith("4") else TransientError(words)

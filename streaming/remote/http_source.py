@@ -25,6 +25,7 @@ from streaming.remote.http_answer import (
     range_of,
     status_words,
 )
+from streaming.remote.proxy import Proxy, proxy_for, tunnel
 from streaming.remote.source import Head
 
 REDIRECTS = 5
@@ -104,22 +105,30 @@ class HttpSource:
     ) -> tuple[http.client.HTTPResponse, http.client.HTTPConnection]:
         parts = urlsplit(target)
         origin = _origin(parts)
+        proxy = proxy_for(*origin)
         sent = {"Accept-Encoding": "identity", "User-Agent": "firstlayer", **headers}
         if self._authorization and origin == _origin(urlsplit(url)):  # a host we were sent to gets no credentials
             sent["Authorization"] = self._authorization
-        connection = self._connections.setdefault(origin, self._connect(origin))
+        asked = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
+        if proxy is not None and parts.scheme == "http":
+            asked, sent = f"http://{parts.netloc}{asked}", {**sent, **proxy.headers}
+        connection = self._connections.setdefault(origin, self._connect(origin, proxy))
         reused = connection.sock is not None
         try:
-            connection.request("GET", f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}", headers=sent)
+            connection.request("GET", asked, headers=sent)
             return connection.getresponse(), connection
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             if reused and isinstance(error, ConnectionError):  # servers close connections that were idle for long
                 raise TransientError(f"the connection was closed: {error}", wait_s=0.0) from error
-            raise http_fault(url, error, self._timeout_s) from error
+            raise http_fault(url, error, self._timeout_s, proxy=proxy) from error
 
-    def _connect(self, origin: Origin) -> http.client.HTTPConnection:
+    def _connect(self, origin: Origin, proxy: Proxy | None) -> http.client.HTTPConnection:
         scheme, host, port = origin
+        if proxy is not None and scheme == "https":
+            return tunnel(host, port, proxy=proxy, timeout_s=self._timeout_s)
+        if proxy is not None:
+            host, port = proxy.host, proxy.port
         kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
         return kind(host, port, timeout=self._timeout_s)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from examples import gpu_check
 from examples.gpu_check import Claim, NoWaits, Run
 from examples.gpu_measure import ONE_BILLION, Gpu, copy_rate, write_random_checkpoint
 from examples.write_tiny_model import ARCHITECTURES, TinyModel, tensor_shapes
+from quant.kernels import KernelMode
 from quant.registry import scheme_names
 from streaming import Summary
 from streaming.trace import Span
@@ -163,6 +165,45 @@ def test_the_copy_rate_is_bytes_over_seconds() -> None:
     assert copy_rate(CPU, [1 << 20, 1 << 10]) > 0
 
 
+@pytest.mark.parametrize("load_format", gpu_check.PACKAGES)
+def test_a_load_format_is_checked_where_its_package_is_and_said_not_to_be_elsewhere(
+    tiny: Path, load_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs_here = find_spec(gpu_check.PACKAGES[load_format]) is not None and load_format != "instanttensor"
+    if runs_here:
+        claim = gpu_check.check_load_format(tiny, CPU, load_format)
+        assert (claim.holds, claim.facts) == (True, {"largest_difference": 0.0})
+        other = iter([torch.zeros(2), torch.ones(2)])
+        monkeypatch.setattr(gpu_check, "_logits", lambda *_: next(other))
+        assert not gpu_check.check_load_format(tiny, CPU, load_format).holds
+    monkeypatch.setattr(gpu_check, "find_spec", lambda name: None)
+    claim = gpu_check.check_load_format(tiny, CPU, load_format)
+    assert claim.name.endswith("NOT RUN")
+    assert claim.facts["package"]
+
+
+# --- products
+
+
+def test_products_are_timed_and_near_to_the_float32_one(capsys: pytest.CaptureFixture[str]) -> None:
+    timed = gpu_check.time_kernels(CPU, shape=(48, 64), tokens=(1, 3), calls=1)
+    assert {row.scheme for row in timed} >= {*scheme_names()} - {"none"}
+    claim = gpu_check.judge_kernels(timed)
+    assert claim.holds, claim
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 2 + len(timed)
+    assert {line.count("|") for line in lines} == {11}
+
+
+@pytest.mark.parametrize("change", [{"error": 0.011}, {"repeats": False}])
+def test_a_product_that_is_off_or_other_the_second_time_is_named(change: dict[str, object]) -> None:
+    good = gpu_check.Timed("mxfp4", KernelMode.DEFAULT, 8, 0.5, 1e-5, 2e-5, 10**6, 0.002, True)
+    assert gpu_check.judge_kernels([good]).holds
+    claim = gpu_check.judge_kernels([good, replace(good, **change)])  # type: ignore[arg-type]
+    assert not claim.holds
+    assert "mxfp4 default 8" in str(claim.facts["wrong"])
+
+
 # --- the checkpoint
 
 
@@ -221,5 +262,5 @@ def test_every_scheme_and_every_family_is_checked(tmp_path: Path) -> None:
     names = [name for name, _ in gpu_check.checks(tmp_path, CPU, large=TinyModel())]
     for scheme in scheme_names():
         assert {f"equal {scheme}, tiny", f"equal {scheme}", f"memory {scheme}", f"no waits {scheme}"} <= set(names)
-    assert {"overlap", "close", "speed"} <= set(names)
+    assert {"overlap", "close", "speed", "products", "load format instanttensor"} <= set(names)
     assert {*ARCHITECTURES, "random"} == {path.name for path in tmp_path.iterdir()}

@@ -50,4 +50,23 @@ FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {"tie_word_embeddings": True, "logit_scale": 0.6}),
     "cohere norms, bias": ("cohere", {"use_qk_norm": True, "attention_bias": True, "logit_scale": 0.7,
                                       "tie_word_embeddings": True}),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6}),
+    "qwen2_moe": ("qwen2_moe", {
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+        "num_hidden_layers": 3, "mlp_only_layers": [1],
+    }),
+    "qwen2_moe renormalized, no bias": ("qwen2_moe", {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 24,
+        "norm_topk_prob": True, "qkv_bias": False, "decoder_sparse_step": 2,
+    }),
+    "qwen3_moe": ("qwen3_moe", {
+        "num_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16,
+        "norm_topk_prob": True,
+    }),
+    "qwen3_moe plain scores": ("qwen3_moe", {
+        "num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 20, "head_dim": 16,
+        "mlp_only_layers": [0], "attention_bias": True,
+    }),
+    "olmoe": ("olmoe", {"num_experts": 5, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
+    "olmoe renormalized": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 1, "norm_topk_prob": True}),
 }  # fmt: skip

@@ -47,7 +47,12 @@ class RowScales:
             out["weight"][index * height :][: len(rows)] = (rows / scale).round().to(torch.int8)
 
     def dequantize(
-        self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], *, dtype: torch.dtype
+        self,
+        stored: Mapping[str, torch.Tensor],
+        sections: tuple[int, ...],
+        *,
+        dtype: torch.dtype,
+        in_features: int | None = None,
     ) -> torch.Tensor:
         parts = []
         for index, rows in enumerate(sections):

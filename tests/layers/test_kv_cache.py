@@ -23,14 +23,17 @@ def test_each_layer_gives_back_all_that_was_appended_to_it() -> None:
     parts = [torch.randn(2, 2, 2, count, 12) for count in (3, 2)]  # [layer, key or value, head, token, number]
     for part in parts:
         for layer in range(2):
-            keys, values = cache.append(layer, part[layer, 0], part[layer, 1])
+            cache.append(layer, part[layer, 0], part[layer, 1])
         cache.advance(part.shape[3])
     assert cache.length == 5
+    ((heads, keys, values),) = cache.runs(1, stop=5)
+    assert heads == slice(0, 2)
     whole = torch.cat(parts, dim=3)
     assert torch.equal(keys, whole[1, 0])
     assert torch.equal(values, whole[1, 1])
     cache.truncate(4)
-    keys, _ = cache.append(0, parts[0][0, 0][:, :1], parts[0][0, 1][:, :1])
+    cache.append(0, parts[0][0, 0][:, :1], parts[0][0, 1][:, :1])
+    ((_, keys, _),) = cache.runs(0, stop=5)
     assert torch.equal(keys, torch.cat((whole[0, 0][:, :4], parts[0][0, 0][:, :1]), dim=1))
 
 

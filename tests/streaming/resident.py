@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from layers.architecture import layer_specs
+from layers.architecture import SchemeChoice, layer_specs
 from layers.batch import make_batch
 from layers.config import parse_config, weight_map
 from layers.context import StepContext
@@ -33,10 +33,12 @@ class Run:
     logits: torch.Tensor
 
 
-def resident_model(folder: Path, *, quantization: str = "none", dtype: str = "bfloat16") -> DecoderModel:
-    """The whole model, filled eagerly."""
+def resident_model(
+    folder: Path, *, quantization: str = "none", dtype: str = "bfloat16", policy: SchemeChoice | None = None
+) -> DecoderModel:
+    """The whole model, filled eagerly; with a policy, each parameter in the scheme that it says."""
     config = parse_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    specs = layer_specs(config, dtype=DTYPES[dtype], policy=OneScheme(scheme_by_name(quantization)))
+    specs = layer_specs(config, dtype=DTYPES[dtype], policy=policy or OneScheme(scheme_by_name(quantization)))
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)

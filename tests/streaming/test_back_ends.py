@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from examples.write_tiny_model import TinyModel, write_tiny_model
-from streaming import LLM, LayerLoadError
+from streaming import LLM, LayerLoadError, reader_choice
 from streaming.back_end_reading import fetch_all, open_batches
 from streaming.errors import CheckpointError, OptionError
 from streaming.options import LoadOptions
@@ -80,6 +80,66 @@ def test_a_package_that_is_missing_is_named_with_its_install_line(
 def test_instanttensor_names_the_device_that_it_needs(four_layers: Path) -> None:
     with pytest.raises(OptionError, match="--load-format instanttensor needs a CUDA GPU"):
         prepare(str(four_layers), LoadOptions(load_format="instanttensor"))
+
+
+@pytest.mark.skipif(find_spec("instanttensor") is not None, reason="instanttensor is installed")
+def test_instanttensor_on_a_gpu_needs_its_package(four_layers: Path) -> None:
+    with pytest.raises(OptionError, match=r"pip install 'instanttensor>=0\.2\.2'"):
+        prepare(str(four_layers), LoadOptions(load_format="instanttensor", device="cuda"))
+
+
+STAND_IN = '''
+"""As much of instanttensor 0.2.2 as is used, by its documentation, without a GPU; it notes what it was asked for."""
+
+import os
+from contextlib import contextmanager
+
+import safetensors
+
+
+class _Opened:
+    def __init__(self, file, names):
+        self._file, self._names = file, names
+
+    def tensors(self):
+        for name in self._file.offset_keys():
+            if name in self._names:
+                yield name, self._file.get_tensor(name)
+
+
+@contextmanager
+def safe_open(filename, framework, device, process_group=None, *, tensor_filter=None, tensor_name_match_mode="glob"):
+    assert (framework, device, tensor_name_match_mode) == ("pt", "cpu:0", "exact")
+    (path,) = filename
+    with open(os.environ["ASKED_FOR"], "a") as asked:
+        asked.writelines(f"{name}\\n" for name in tensor_filter)
+    with safetensors.safe_open(path, framework="pt") as file:
+        yield _Opened(file, set(tensor_filter))
+'''
+
+
+@pytest.mark.parametrize("batch_nbytes", [BATCH_NBYTES, 20_000])
+@pytest.mark.parametrize("quantization", ["none", "int8_per_channel"])
+def test_what_instanttensor_would_give_becomes_the_resident_models_logits(
+    four_layers: Path, tmp_path: Path, quantization: str, batch_nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for the package, which needs a GPU; each tensor is asked for once, however small the batches."""
+    (tmp_path / "instanttensor.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("ASKED_FOR", str(tmp_path / "asked"))
+    monkeypatch.setattr("streaming.read_choice._check_instanttensor", lambda device: None)
+    monkeypatch.setattr("streaming.read_plan.PIECE_NBYTES", 4096)
+    small = f"import streaming.back_end_reading as b; b.BATCH_NBYTES = {batch_nbytes}; "
+    program = reader_choice._PROGRAMS["instanttensor"]
+    monkeypatch.setitem(reader_choice._PROGRAMS, "instanttensor", small + program)
+    expected = run_resident(resident_model(four_layers, quantization=quantization), IDS).logits
+    with nothing_left(), LLM(four_layers, load_format="instanttensor", quantization=quantization) as llm:
+        assert same_bits(llm.logits(IDS), expected)
+        assert llm.stats().read_strategy == "instanttensor"
+        wanted = {item.tensor.name for item in llm.prepared.plan.items}
+        del llm
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert sorted(asked) == sorted(wanted)
 
 
 # --- batches --------------------------------------------------------------------------------------------------------

@@ -37,6 +37,14 @@ def test_an_unknown_scheme_is_refused_with_those_that_are_known() -> None:
     assert all(name in message for name in scheme_names())
 
 
+def test_a_wrong_suffix_of_a_scheme_is_refused_with_those_that_it_takes() -> None:
+    assert refusal(quantization="int4_per_group:33") == (
+        "--quantization 'int4_per_group:33': '33' is not known there; it is int4_per_group[:32|64|128][:asym]"
+    )
+    assert refusal(quantization="none:asym") == "--quantization 'none:asym': none takes nothing behind a colon"
+    assert refusal(quantization="fp9:64").startswith("--quantization 'fp9:64' is not known")
+
+
 @pytest.mark.parametrize("device", ["cuda:x", "cuda:", "cuda:-1", "cpu:0:0"])
 def test_a_device_without_a_proper_index_is_refused(device: str) -> None:
     assert refusal(device=device) == f"--device {device}: known devices are cpu and cuda[:index]"

@@ -12,13 +12,15 @@ import torch
 from examples.write_tiny_model import TinyModel
 from layers.linear import Linear
 from layers.sampling_params import SamplingParams
-from quant.packed import PackedLinear
+from quant.packed import FbgemmLinear
+from quant.tiled_int4 import Int4Tiled, most_rows
 from streaming import LLM, BudgetError
 from streaming.options import LoadOptions
 from streaming.prepare import prepare
 
 INT8 = "int8_per_channel"
-MODEL = TinyModel(layers=2, dtype="bfloat16", seed=7)
+PACKED = (INT8, *(("int4_per_group:asym",) if most_rows() else ()))
+MODEL = TinyModel(layers=2, intermediate_size=128, dtype="bfloat16", seed=7)
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
@@ -31,13 +33,18 @@ def folder(tiny_folder: Callable[[TinyModel], Path]) -> Path:
 def rows_seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many numbers each packed product was given."""
     seen: list[int] = []
-    real = PackedLinear.linear
 
-    def linear(self: PackedLinear, x: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor | None:
-        seen.append(x.shape[0])
-        return real(self, x, *args, **how)
+    def watched(real: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
+        def linear(self: FbgemmLinear | Int4Tiled, x: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor | None:
+            seen.append(x.shape[0])
+            found = real(self, x, *args, **how)
+            assert found is not None
+            return found
 
-    monkeypatch.setattr(PackedLinear, "linear", linear)
+        return linear
+
+    for kind in (FbgemmLinear, Int4Tiled):
+        monkeypatch.setattr(kind, "linear", watched(kind.linear))
     return seen
 
 
@@ -47,8 +54,9 @@ def packed_layers(llm: LLM) -> list[bool]:
     return [module.packed is not None for module in linears]
 
 
-def test_packed_copies_are_used_from_the_second_token_on(folder: Path, rows_seen: list[int]) -> None:
-    with LLM(folder, quantization=INT8, kernels="fast") as llm:
+@pytest.mark.parametrize("quantization", PACKED)
+def test_packed_copies_are_used_from_the_second_token_on(quantization: str, folder: Path, rows_seen: list[int]) -> None:
+    with LLM(folder, quantization=quantization, kernels="fast") as llm:
         llm.complete([[5]], SamplingParams(max_tokens=1, ignore_eos=True))
         assert not any(packed_layers(llm))
         assert rows_seen == []
@@ -61,10 +69,11 @@ def test_packed_copies_are_used_from_the_second_token_on(folder: Path, rows_seen
         assert rows_seen == [1] * (2 * 2 * 4 * 7)  # packed already, and still not used for the first token
 
 
-def test_the_tokens_are_the_same_every_time(folder: Path) -> None:
+@pytest.mark.parametrize("quantization", PACKED)
+def test_the_tokens_are_the_same_every_time(quantization: str, folder: Path) -> None:
     found = []
     for _ in range(2):
-        with LLM(folder, quantization=INT8, kernels="fast") as llm:
+        with LLM(folder, quantization=quantization, kernels="fast") as llm:
             found += [llm.complete([[5, 9, 2]], PARAMS)[0].token_ids for _ in range(2)]
     assert len(set(found)) == 1
 
@@ -80,19 +89,21 @@ def test_other_schemes_are_as_under_default(folder: Path, quantization: str, row
     assert rows_seen == []
 
 
-def test_the_budget_counts_the_copies(folder: Path) -> None:
+@pytest.mark.parametrize("quantization", PACKED)
+def test_the_budget_counts_the_copies(quantization: str, folder: Path) -> None:
     plain, fast = (
-        prepare(str(folder), LoadOptions(quantization=INT8, kernels=name)).budget for name in ("default", "fast")
+        prepare(str(folder), LoadOptions(quantization=quantization, kernels=name)).budget
+        for name in ("default", "fast")
     )
     assert plain.packed_nbytes == 0
-    with LLM(folder, quantization=INT8, kernels="fast") as llm:
+    with LLM(folder, quantization=quantization, kernels="fast") as llm:
         llm.complete([[5, 9, 2]], PARAMS)
         copies = [module.packed for module in llm._model.runner.model.modules() if isinstance(module, Linear)]
         held = sum(packed.nbytes for packed in copies if packed is not None)
         assert fast.packed_nbytes == 2 * held > 0  # two equal layers, and twice one of them while they are made
     assert fast.peak_nbytes == plain.peak_nbytes + fast.packed_nbytes
     with pytest.raises(BudgetError, match=r"of packed copies\); .*, or leave out --kernels fast$"):
-        prepare(str(folder), LoadOptions(quantization=INT8, kernels="fast", memory=fast.peak_nbytes - 1))
+        prepare(str(folder), LoadOptions(quantization=quantization, kernels="fast", memory=fast.peak_nbytes - 1))
 
 
 def test_packing_is_no_part_of_the_decode_rate(folder: Path) -> None:

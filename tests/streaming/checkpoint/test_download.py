@@ -191,6 +191,6 @@ def test_a_file_that_another_process_finished_meanwhile_is_taken_as_it_is(
     blob, partial = tmp_path / etag, tmp_path / f"{etag}.partial"
     partial.write_bytes(b"whole")
     monkeypatch.setattr(fcntl, "flock", lambda *_: os.replace(partial, blob))
-    hub_partial._fetch_one(None, hub_partial._Remote("http://hub/file", {}, etag, 5), tmp_path, None)
+    hub_partial.fetch_one(None, hub_partial.RemoteBlob("http://hub/file", {}, etag, 5), tmp_path, None)
     assert [path.name for path in tmp_path.iterdir()] == [etag]
     assert blob.read_bytes() == b"whole"

@@ -14,14 +14,15 @@ from streaming.prepare import Prepared
 from streaming.reader import Reader
 from streaming.remote.reader import RemoteReader
 from tests.streaming.remote.range_server import RangeServer, serving
-from tests.streaming.remote.remote_model import HASTY, IDS
+from tests.streaming.remote.remote_model import HASTY, IDS, PROXY_VARIABLES
 
 
 @pytest.fixture(autouse=True)
 def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Small files are kept in the test's own folder."""
     monkeypatch.setenv("FIRSTLAYER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("FIRSTLAYER_HTTP_AUTHORIZATION", raising=False)
+    for name in ("FIRSTLAYER_HTTP_AUTHORIZATION", *PROXY_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
     return tmp_path / "cache"
 
 

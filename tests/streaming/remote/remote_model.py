@@ -12,6 +12,9 @@ from tests.streaming.remote.range_server import Handler
 
 IDS = [5, 9, 2, 7]
 HASTY = RetryPolicy(attempts=3, first_wait_s=0.001, longest_wait_s=0.002, timeout_s=0.5)
+PROXY_VARIABLES = [
+    name for word in ("http_proxy", "https_proxy", "all_proxy", "no_proxy") for name in (word, word.upper())
+]
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -83,7 +84,7 @@ def test_blocks_leave_no_blank_lines() -> None:
         ("{{ 1 / 0 }}", "failed: ZeroDivisionError: division by zero"),
         ("{{ 'a' + 1 }}", "failed: TypeError: can only concatenate str"),
         ("{% include 'other' %}", "failed: TypeError: no loader for this environment specified"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "failed: RecursionError: maximum recursion depth"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "was stopped: it nests or calls itself too deeply"),
         ("{{ raise_exception('no\n  way ' ~ 'x' * 400) }}", "refuses this conversation: no way xxx"),
     ],
 )
@@ -165,3 +166,42 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.
     monkeypatch.delitem(sys.modules, "streaming.template_sandbox", raising=False)
     with pytest.raises(StreamingError, match=r"chat templates need the package jinja2, .*: pip install jinja2"):
         _render(CHATML)
+
+
+_MEMORY = "the chat template was stopped: it took more memory than it may"
+_DEEP = "the chat template was stopped: it nests or calls itself too deeply"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ ('a' * 10**6).replace('a', 'b' * 10**6) }}", _MEMORY),
+        ("{{ ('a' * 10**6) | replace('a', 'b' * 10**6) }}", _MEMORY),
+        ("{{ ('b' * 10**6).join('a' * 10**6) }}", _MEMORY),
+        ("{{ " + "(" * 100_000 + "1" + ")" * 100_000 + " }}", _DEEP),
+        ("{% if 1 %}" * 400_000, _DEEP),
+        ("{% if 1 %}" * 2000 + "{% endif %}" * 2000, _DEEP),
+        pytest.param("{{ '%1000000000d' % 5 }}", "the chat template was stopped", marks=pytest.mark.slow),
+        pytest.param("{{ '%*d' % (1000000000, 5) }}", "the chat template was stopped", marks=pytest.mark.slow),
+        pytest.param("{{1}}" * (4 << 20 >> 3), "the chat template was stopped", marks=pytest.mark.slow),
+    ],
+)
+def test_what_no_counting_would_notice_in_time_ends_with_its_process(template: str, words: str) -> None:
+    with pytest.raises(StreamingError) as error:
+        _render(template)
+    assert str(error.value).startswith(words)
+    assert "\n" not in str(error.value)
+
+
+def test_a_process_that_ends_without_a_word_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "streaming.template_process._PROGRAM", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+    )
+    with pytest.raises(StreamingError, match=r"more than 1024 MiB of memory or nests too deeply .*ended with -11"):
+        _render(CHATML)
+
+
+def test_what_is_no_json_is_told_and_other_mappings_are_taken() -> None:
+    assert "Hi" in _render(CHATML, [MappingProxyType({"role": "user", "content": "Hi"})])  # type: ignore[list-item]
+    with pytest.raises(StreamingError, match="cannot be given what is no JSON: an object of type object"):
+        _render(CHATML, variables={"x": object()})

@@ -1,0 +1,253 @@
+"""A weight's tensors in the compressed-tensors layout, by its formats: codes as they are, packed integers, packed FP4.
+
+https://github.com/vllm-project/compressed-tensors. Integers are packed densely: B bits a code, the first one lowest, in
+32-bit words along a row; codes are offset by 2^(B-1), zero points (along the rows of a column) too. For 4 and 8 bits
+those words are, byte for byte, what is kept. O out_features, I in_features, G groups of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quant.disk_forms.form import DiskTensor
+from quant.dtypes import DType
+from quant.errors import QuantError
+from quant.float8 import BLOCK
+from quant.int4 import IntPerGroup
+from quant.int8 import Int8PerChannel
+from quant.microscaling import MX_BLOCK, NV_BLOCK, MxFp4, MxFp8, NvFp4
+from quant.scheme import Scheme
+
+if TYPE_CHECKING:
+    import torch
+
+SCALE_DTYPES = (DType.F32, DType.BF16, DType.F16)
+_E8M0 = (DType.U8, DType.F8_E8M0)  # what an E8M0 code is stored as
+_WORD_BITS = 32
+_STRIP_NUMBERS = 1 << 20  # codes that are unpacked at once
+Stored = Mapping[str, "torch.Tensor"]
+
+
+@dataclass(frozen=True)
+class Unused:
+    """A tensor beside the weight that is not used, and why."""
+
+    leaf: str
+    reason: str
+
+    def tensor(self) -> DiskTensor:
+        """As a form names it."""
+        return DiskTensor(self.leaf, (), (), optional=True, unused=self.reason)
+
+
+@dataclass(frozen=True)
+class CodesOnDisk:
+    """`weight` [O, I] in the very codes that are kept (e4m3 or int8), and `weight_scale` by `strategy`."""
+
+    kept: Scheme
+    strategy: str  # tensor, channel, block; group: of 32, with E8M0 scales
+    unused: tuple[Unused, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        codes = "int8" if isinstance(self.kept, Int8PerChannel) else "FP8"
+        return f"compressed-tensors {codes}, a scale per {self.strategy}"
+
+    def tensors(self, rows: int, in_features: int) -> tuple[DiskTensor, ...]:
+        """Scales, then codes."""
+        mx = isinstance(self.kept, MxFp8)
+        codes = DType.I8 if isinstance(self.kept, Int8PerChannel) else DType.F8_E4M3
+        shapes = {
+            "tensor": ((), (1,), (1, 1)),
+            "channel": ((rows, 1), (rows,)),
+            "block": ((-(-rows // BLOCK), -(-in_features // BLOCK)),),
+            "group": ((rows, -(-in_features // MX_BLOCK)),),
+        }[self.strategy]
+        return (
+            *(one.tensor() for one in self.unused),
+            DiskTensor("weight_scale", shapes, _E8M0 if mx else SCALE_DTYPES, "weight_scale", as_is=mx),
+            DiskTensor("weight", ((rows, in_features),), (codes,), "weight", as_is=True),
+        )
+
+    def place(self, leaf: str, tensor: torch.Tensor, out: Stored) -> None:
+        """Scales become float32, exactly; one for all rows becomes one for each where those are kept."""
+        target = out[leaf]
+        target.copy_(tensor.reshape(-1) if tensor.numel() == 1 else tensor.reshape(target.shape))
+
+
+@dataclass(frozen=True)
+class IntegersOnDisk:
+    """Integers of `bits` bits with what each group has: `weight_packed` I32 [O, ceil(I bits / 32)], or `weight` I8
+    [O, I], not offset.
+
+    `zeros`: the dtype of the zero points: I32 packed along the rows, I8 a code each, None where it is symmetric.
+    """
+
+    kept: IntPerGroup
+    bits: int
+    strategy: str
+    packed: bool
+    columns: int  # I, which packed codes do not tell
+    zeros: DType | None = None
+    unused: tuple[Unused, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        size = self.kept.group_size
+        where = f"in groups of {size}" if size else f"a scale per {self.strategy}"
+        return f"compressed-tensors {'packed ' if self.packed else ''}int{self.bits}, {where}"
+
+    def tensors(self, rows: int, in_features: int) -> tuple[DiskTensor, ...]:
+        """What groups have, then codes, which are read to their place where words end with the row."""
+        found = [one.tensor() for one in self.unused]
+        groups = -(-in_features // (self.kept.group_size or max(1, in_features)))
+        of_groups = {"tensor": ((), (1,), (1, 1)), "channel": ((rows, 1), (rows,))}.get(
+            self.strategy, ((rows, groups),)
+        )
+        found.append(DiskTensor("weight_scale", of_groups, (self.kept.scale_dtype,), "weight_scale"))
+        if self.zeros is DType.I32:
+            words = (self._words(rows), groups)
+            found.append(DiskTensor("weight_zero_point", (words,), (DType.I32,), "weight_zero_point"))
+        elif self.zeros is not None:
+            found.append(DiskTensor("weight_zero_point", of_groups, (self.zeros,), "weight_zero_point"))
+        if self.kept.ordered:
+            found.append(DiskTensor("weight_g_idx", ((in_features,),), (DType.I32,), "g_idx"))
+        found.append(self._codes(rows, in_features))
+        return tuple(found)
+
+    def _codes(self, rows: int, in_features: int) -> DiskTensor:
+        if not self.packed:
+            return DiskTensor("weight", ((rows, in_features),), (DType.I8,), "weight")
+        as_is = self.bits == self.kept.bits and in_features * self.bits % _WORD_BITS == 0
+        shape = (rows, self._words(in_features))
+        return DiskTensor("weight_packed", (shape,), (DType.I32,), "weight", as_is=as_is)
+
+    def _words(self, codes: int) -> int:
+        return -(-codes * self.bits // _WORD_BITS)
+
+    def place(self, leaf: str, tensor: torch.Tensor, out: Stored) -> None:
+        """Codes and zero points in the kept offset; a strip of rows at a time."""
+        if leaf == "weight_scale":
+            target = out["weight_scale"]
+            target.copy_(tensor.reshape(-1) if tensor.numel() == 1 else tensor.reshape(target.shape))
+        elif leaf == "weight_zero_point":
+            self._place_zeros(tensor, out["weight_zero_point"])
+        elif leaf == "weight_g_idx":
+            self._place_order(tensor, out["g_idx"], groups=out["weight_scale"].shape[1])
+        elif self.packed and self.bits == self.kept.bits:
+            _keep_bytes(tensor, out["weight"], last_is_half=self.bits == 4 and self.columns % 2 == 1)
+        else:
+            for start, stop in _strips(tensor.shape[0], self.columns):
+                codes = self._unsigned(tensor[start:stop], self.columns)
+                _keep_codes(codes, out["weight"][start:stop], bits=self.kept.bits)
+
+    def _place_zeros(self, tensor: torch.Tensor, target: torch.Tensor) -> None:
+        if self.zeros is not DType.I32:
+            zeros = self._unsigned(tensor, 0)
+            target.copy_(zeros.reshape(-1) if zeros.numel() == 1 else zeros.reshape(target.shape))
+            return
+        rows, groups = target.shape
+        for start, stop in _strips(groups, rows):
+            target[:, start:stop] = self._unsigned(tensor[:, start:stop].t().contiguous(), rows).t()
+
+    def _place_order(self, tensor: torch.Tensor, target: torch.Tensor, *, groups: int) -> None:
+        """Writers that keep no order of their own fill it with -1."""
+        import torch
+
+        if tensor.numel() and int(tensor.min()) == int(tensor.max()) == -1:
+            target.copy_(torch.arange(tensor.numel(), device=tensor.device) // (self.kept.group_size or tensor.numel()))
+            return
+        if tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) < groups:
+            raise QuantError(f"weight_g_idx goes from {int(tensor.min())} to {int(tensor.max())}, of {groups} groups")
+        target.copy_(tensor)
+
+    def _unsigned(self, stored: torch.Tensor, count: int) -> torch.Tensor:
+        """Codes in the kept offset, uint8, of I8 numbers of any shape or of I32 words [n, words] -> [n, count]."""
+        import torch
+
+        if stored.dtype == torch.int32:
+            codes = unpack(stored, bits=self.bits, count=count)
+            return codes.add_(self.kept.zero - (1 << (self.bits - 1))) if self.bits != self.kept.bits else codes
+        codes = stored.contiguous().view(torch.uint8) + self.kept.zero
+        return codes & ((1 << self.kept.bits) - 1)
+
+
+@dataclass(frozen=True)
+class Fp4OnDisk:
+    """`weight_packed` U8 [O, ceil(I / 2)] (E2M1, the first one low) and its scales; nvfp4's global scale divides."""
+
+    kept: MxFp4 | NvFp4
+    unused: tuple[Unused, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return f"compressed-tensors packed {self.kept.name}"
+
+    def tensors(self, rows: int, in_features: int) -> tuple[DiskTensor, ...]:
+        """Scales, then codes."""
+        found = [one.tensor() for one in self.unused]
+        if isinstance(self.kept, NvFp4):
+            scale = ((rows, -(-in_features // NV_BLOCK)),)
+            found.append(DiskTensor("weight_scale", scale, (DType.F8_E4M3,), "weight_scale", as_is=True))
+            shapes = ((), (1,), (1, 1))
+            found.append(DiskTensor("weight_global_scale", shapes, (DType.F32,), "weight_global_scale"))
+        else:
+            scale = ((rows, -(-in_features // MX_BLOCK)),)
+            found.append(DiskTensor("weight_scale", scale, _E8M0, "weight_scale", as_is=True))
+        codes = ((rows, -(-in_features // 2)),)
+        return (*found, DiskTensor("weight_packed", codes, (DType.U8,), "weight", as_is=True))
+
+    def place(self, leaf: str, tensor: torch.Tensor, out: Stored) -> None:
+        """Of the global scale the reciprocal, rounded once; whatever else there is is kept as it is."""
+        out["weight_global_scale"].copy_(tensor.reshape(1).double().reciprocal())
+
+
+# --- codes
+
+
+def unpack(words: torch.Tensor, *, bits: int, count: int) -> torch.Tensor:
+    """uint8 [n, count]: the first codes of each row of I32 words [n, ceil(count bits / 32)], as they are offset there.
+
+    A copy, of which callers may make what they want.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    data = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return data[:, :count].clone()
+    if bits == 4:
+        return torch.stack((data & 15, data >> 4), -1).flatten(1)[:, :count]
+    first = torch.arange(count, device=words.device) * bits
+    wide = F.pad(data, (0, 1)).to(torch.int32)
+    pair = wide[:, first >> 3] | (wide[:, (first >> 3) + 1] << 8)  # the two bytes that a code lies in
+    return (pair >> (first & 7).to(torch.int32)).bitwise_and_((1 << bits) - 1).to(torch.uint8)
+
+
+def _strips(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    step = max(1, _STRIP_NUMBERS // max(1, columns))
+    return ((start, min(rows, start + step)) for start in range(0, rows, step))
+
+
+def _keep_bytes(words: torch.Tensor, target: torch.Tensor, *, last_is_half: bool) -> None:
+    """The bytes of I32 words [O, words] that are kept, without those that fill up the last word of a row."""
+    import torch
+
+    target.copy_(words.view(torch.uint8)[:, : target.shape[1]])
+    if last_is_half:
+        target[:, -1] &= 15
+
+
+def _keep_codes(codes: torch.Tensor, target: torch.Tensor, *, bits: int) -> None:
+    """Codes uint8 [r, I] in the form in which they are kept, two a byte where they have 4 bits."""
+    if bits == 8:
+        target.copy_(codes)
+        return
+    odd = codes[:, 1::2]
+    target.copy_(codes[:, 0::2])
+    target[:, : odd.shape[1]] |= odd << 4

@@ -1,0 +1,52 @@
+"""Settings of a quantization_config, each under any of the names that writers give it. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quant.errors import QuantError
+
+_SHOWN = 80  # characters of a setting that a message repeats
+
+
+def stated(config: Mapping[str, Any], *names: str) -> Any:
+    """The first of the settings that is there and not null; None where none is."""
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def whole_number(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    """A setting that must be a whole number. Raises QuantError for another, or for none without a default."""
+    found = stated(config, *names)
+    if found is None:
+        found = default
+    if type(found) is not int:
+        shown = "is missing" if found is None else f"{str(found)[:_SHOWN]!r} is no whole number"
+        raise QuantError(f"{names[0]} {shown}")
+    return found
+
+
+def is_set(config: Mapping[str, Any], *names: str) -> bool:
+    """A setting that is true or false, and false where it is not there. Raises QuantError for another."""
+    found = stated(config, *names)
+    if found is not None and type(found) is not bool:
+        raise QuantError(f"{names[0]} {str(found)[:_SHOWN]!r} is neither true nor false")
+    return bool(found)
+
+
+def word(config: Mapping[str, Any], *names: str, default: str) -> str:
+    """A setting that is a word, in small letters. Raises QuantError for another."""
+    found = stated(config, *names)
+    if found is not None and not isinstance(found, str):
+        raise QuantError(f"{names[0]} {str(found)[:_SHOWN]!r} is no word")
+    return default if found is None else found.lower()
+
+
+def module_names(config: Mapping[str, Any], *names: str) -> tuple[str, ...]:
+    """A setting that is a list of modules, none where it is not there. Raises QuantError for another."""
+    found = stated(config, *names)
+    if found is None:
+        return ()
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise QuantError(f"{names[0]} {str(found)[:_SHOWN]!r}: a list of names is needed")
+    return tuple(found)

@@ -1,0 +1,237 @@
+"""Microscaled weights: small floats in blocks of a row that share a scale. mxfp8, mxfp4 (OCP MX 1.0) and nvfp4.
+
+MX: 32 numbers share an E8M0 scale 2^(floor(log2 amax) - 8 for e4m3fn, - 2 for E2M1), and saturate. A block of zeros
+has scale code 0 (2^-127), one with NaN or infinity scale code 0xFF (NaN). nvfp4: 16 numbers share an E4M3 scale, under
+one float32 scale amax / (448 * 6) for the section; both multiply. E2M1 codes lie two a byte, the even column in the low
+nibble; an odd last column leaves the high nibble 0. The last block of a row may be short. See quant.mx_codec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quant.dtypes import DType
+from quant.scheme import StoredSpec
+from quant.sections import row_range, total_rows
+
+if TYPE_CHECKING:
+    import torch
+
+    from quant.kernels import Kernels
+
+MX_BLOCK = 32
+NV_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class MxFp8:
+    """{"weight": e4m3fn [O, I], "weight_scale": E8M0 [O, ceil(I / 32)]}."""
+
+    @property
+    def name(self) -> str:
+        """The name on the command line."""
+        return "mxfp8"
+
+    @property
+    def row_multiple(self) -> int:
+        """1: no block reaches into another row."""
+        return 1
+
+    def storage(self, sections: tuple[int, ...], in_features: int, *, wide: DType) -> dict[str, StoredSpec]:
+        """One byte a number, one a block."""
+        rows = total_rows(sections)
+        return {
+            "weight": StoredSpec((rows, in_features), DType.F8_E4M3),
+            "weight_scale": StoredSpec((rows, -(-in_features // MX_BLOCK)), DType.F8_E8M0),
+        }
+
+    def section_views(
+        self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], index: int
+    ) -> dict[str, torch.Tensor]:
+        """The section's rows of both."""
+        return {name: tensor[row_range(sections, index)] for name, tensor in stored.items()}
+
+    def quantize_into(self, weight: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
+        """A scale for each block."""
+        from quant.mx_codec import encode_mxfp8
+
+        encode_mxfp8(weight, out["weight_scale"], out["weight"])
+
+    def dequantize(
+        self,
+        stored: Mapping[str, torch.Tensor],
+        sections: tuple[int, ...],
+        *,
+        dtype: torch.dtype,
+        in_features: int | None = None,
+    ) -> torch.Tensor:
+        """code x scale, in float32, rounded once."""
+        from quant.mx_codec import decode
+
+        weight = stored["weight"]
+        return decode(weight, stored["weight_scale"], block=MX_BLOCK, in_features=weight.shape[1]).to(dtype)
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        stored: Mapping[str, torch.Tensor],
+        sections: tuple[int, ...],
+        bias: torch.Tensor | None,
+        *,
+        kernels: Kernels,
+    ) -> torch.Tensor:
+        """x [..., I] -> [..., O]."""
+        from quant.mx_strips import ScaledBlocks
+
+        return kernels.microscaled(x, ScaledBlocks(stored["weight"], stored["weight_scale"], MX_BLOCK), bias)
+
+
+@dataclass(frozen=True)
+class MxFp4:
+    """{"weight": uint8 [O, ceil(I / 2)] (E2M1 nibbles), "weight_scale": E8M0 [O, ceil(I / 32)]}."""
+
+    @property
+    def name(self) -> str:
+        """The name on the command line."""
+        return "mxfp4"
+
+    @property
+    def row_multiple(self) -> int:
+        """1: no block reaches into another row."""
+        return 1
+
+    def storage(self, sections: tuple[int, ...], in_features: int, *, wide: DType) -> dict[str, StoredSpec]:
+        """Half a byte a number, one byte a block."""
+        rows = total_rows(sections)
+        return {
+            "weight": StoredSpec((rows, -(-in_features // 2)), DType.U8),
+            "weight_scale": StoredSpec((rows, -(-in_features // MX_BLOCK)), DType.F8_E8M0),
+        }
+
+    def section_views(
+        self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], index: int
+    ) -> dict[str, torch.Tensor]:
+        """The section's rows of both."""
+        return {name: tensor[row_range(sections, index)] for name, tensor in stored.items()}
+
+    def quantize_into(self, weight: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
+        """A scale for each block."""
+        from quant.mx_codec import encode_mxfp4
+
+        encode_mxfp4(weight, out["weight_scale"], out["weight"])
+
+    def dequantize(
+        self,
+        stored: Mapping[str, torch.Tensor],
+        sections: tuple[int, ...],
+        *,
+        dtype: torch.dtype,
+        in_features: int | None = None,
+    ) -> torch.Tensor:
+        """code x scale, in float32, rounded once.
+
+        Nibbles do not tell whether the last one is a number: where `in_features` is not given it is taken for one, so
+        an odd number of columns comes with one more, to be left out.
+        """
+        from quant.mx_codec import decode
+
+        columns = 2 * stored["weight"].shape[1] if in_features is None else in_features
+        return decode(stored["weight"], stored["weight_scale"], block=MX_BLOCK, in_features=columns).to(dtype)
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        stored: Mapping[str, torch.Tensor],
+        sections: tuple[int, ...],
+        bias: torch.Tensor | None,
+        *,
+        kernels: Kernels,
+    ) -> torch.Tensor:
+        """x [..., I] -> [..., O]."""
+        from quant.mx_strips import ScaledBlocks
+
+        return kernels.microscaled(x, ScaledBlocks(stored["weight"], stored["weight_scale"], MX_BLOCK), bias)
+
+
+@dataclass(frozen=True)
+class NvFp4:
+    """{"weight": uint8 [O, ceil(I / 2)] (E2M1 nibbles), "weight_scale": e4m3fn [O, ceil(I / 16)],
+    "weight_global_scale": float32 [sections]}."""
+
+    @property
+    def name(self) -> str:
+        """The name on the command line."""
+        return "nvfp4"
+
+    @property
+    def row_multiple(self) -> int:
+        """0: the global scale is taken over all rows of a section."""
+        return 0
+
+    def storage(self, sections: tuple[int, ...], in_features: int, *, wide: DType) -> dict[str, StoredSpec]:
+        """Half a byte a number, one byte a block, one float32 a section."""
+        rows = total_rows(sections)
+        return {
+            "weight": StoredSpec((rows, -(-in_features // 2)), DType.U8),
+            "weight_scale": StoredSpec((rows, -(-in_features // NV_BLOCK)), DType.F8_E4M3),
+            "weight_global_scale": StoredSpec((len(sections),), DType.F32),
+        }
+
+    def section_views(
+        self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], index: int
+    ) -> dict[str, torch.Tensor]:
+        """The section's rows, and its slot."""
+        rows = row_range(sections, index)
+        return {
+            "weight": stored["weight"][rows],
+            "weight_scale": stored["weight_scale"][rows],
+            "weight_global_scale": stored["weight_global_scale"][index : index + 1],
+        }
+
+    def quantize_into(self, weight: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
+        """A scale for each block, and one for all of `weight`."""
+        from quant.mx_codec import encode_nvfp4
+
+        encode_nvfp4(weight, out["weight_scale"], out["weight_global_scale"], out["weight"])
+
+    def dequantize(
+        self,
+        stored: Mapping[str, torch.Tensor],
+        sections: tuple[int, ...],
+        *,
+        dtype: torch.dtype,
+        in_features: int | None = None,
+    ) -> torch.Tensor:
+        """(code x scale), which is exact, x global scale, in float32, rounded once; `in_features` as for mxfp4."""
+        from quant.mx_codec import decode
+
+        columns = 2 * stored["weight"].shape[1] if in_features is None else in_features
+        wide = decode(stored["weight"], stored["weight_scale"], block=NV_BLOCK, in_features=columns)
+        return wide.mul_(_rows(stored, sections).unsqueeze(1)).to(dtype)
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        stored: Mapping[str, torch.Tensor],
+        sections: tuple[int, ...],
+        bias: torch.Tensor | None,
+        *,
+        kernels: Kernels,
+    ) -> torch.Tensor:
+        """x [..., I] -> [..., O]."""
+        from quant.mx_strips import ScaledBlocks
+
+        rows = _rows(stored, sections)
+        return kernels.microscaled(x, ScaledBlocks(stored["weight"], stored["weight_scale"], NV_BLOCK, rows), bias)
+
+
+def _rows(stored: Mapping[str, torch.Tensor], sections: tuple[int, ...]) -> torch.Tensor:
+    """The global scale of every row, float32 [O]."""
+    import torch
+
+    scale = stored["weight_global_scale"]
+    if len(sections) == 1:
+        return scale.expand(sections[0])
+    return torch.cat([scale[index : index + 1].expand(rows) for index, rows in enumerate(sections)])

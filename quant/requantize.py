@@ -1,0 +1,56 @@
+"""From one stored form to another by way of wide numbers, a strip of rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from quant.scheme import Scheme
+from quant.sections import cut_rows
+
+STRIP_NBYTES = 16 << 20  # of wide numbers held beside the two forms, where the new scheme takes runs of rows
+
+
+def requantize(
+    source: Scheme,
+    stored: Mapping[str, torch.Tensor],
+    target: Scheme,
+    out: Mapping[str, torch.Tensor],
+    *,
+    first: int,
+    rows: int,
+    total: int,
+    in_features: int,
+    dtype: torch.dtype,
+) -> None:
+    """Fill `out` (the views of one section of `rows` rows) from rows [first, first + rows) of what `source` has stored
+    of a weight [total, in_features] of one section, dequantized to `dtype`.
+
+    A scheme whose scale spans the section gets all of it at once: so much is held wide for the moment.
+    """
+    multiple = target.row_multiple
+    step = rows if multiple == 0 else max(1, STRIP_NBYTES // (4 * max(1, in_features) * multiple)) * multiple
+    for start in range(0, rows, max(1, step)):
+        stop = min(rows, start + step)
+        run = (first + start, first + stop)
+        wide = _wide_rows(source, stored, run, total=total, in_features=in_features, dtype=dtype)
+        views = cut_rows(out, rows=rows, multiple=multiple, start=start, stop=stop) if step < rows else out
+        target.quantize_into(wide, views)
+
+
+def _wide_rows(
+    source: Scheme,
+    stored: Mapping[str, torch.Tensor],
+    run: tuple[int, int],
+    *,
+    total: int,
+    in_features: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Rows [start, stop), dequantized with those that share a block of scales with them."""
+    (start, stop), block = run, source.row_multiple or 1
+    begin, end = start // block * block, min(total, -(-stop // block) * block)
+    part = cut_rows(stored, rows=total, multiple=source.row_multiple, start=begin, stop=end)
+    wide = source.dequantize(part, (end - begin,), dtype=dtype, in_features=in_features)
+    return wide[start - begin : stop - begin]
