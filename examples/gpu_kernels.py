@@ -12,7 +12,9 @@ import torch
 
 from examples.gpu_measure import Gpu
 from quant.dtypes import DType, to_torch
+from quant.int4 import IntPerGroup
 from quant.kernels import KernelMode, Kernels
+from quant.packed import pack
 from quant.registry import scheme_by_name, scheme_names
 from quant.scheme import Scheme
 
@@ -22,6 +24,7 @@ SHAPE = (14336, 4096)  # outputs and inputs of a large MLP
 COLD_NBYTES = 256 << 20  # of copies of a weight, taken in turn: more than any cache holds
 CALLS, ROUNDS = 20, 5
 ROUNDED = ("fp8_per_tensor", "fp8_per_channel")  # whose activations --kernels fast rounds to e4m3
+TILED = ("int4_per_group", *VARIANTS)  # whose weights it has a second time in the tiles of torch's int4 product
 LIMITS = {KernelMode.DEFAULT: 0.01, KernelMode.FAST: 0.05}  # of the error: bfloat16's own, and that of e4m3 activations
 
 
@@ -48,11 +51,11 @@ class Timed:
 def time_kernels(
     gpu: Gpu, *, shape: tuple[int, int] = SHAPE, tokens: Sequence[int] = TOKENS, calls: int = CALLS
 ) -> list[Timed]:
-    """All schemes; those with a product of rounded activations with that too."""
+    """All schemes; those with a product of rounded activations or of packed copies with that too."""
     found = []
     for name in (*scheme_names(), *VARIANTS):
         if name != "none":
-            modes = (KernelMode.DEFAULT, KernelMode.FAST) if name in ROUNDED else (KernelMode.DEFAULT,)
+            modes = (KernelMode.DEFAULT, KernelMode.FAST) if name in (*ROUNDED, *TILED) else (KernelMode.DEFAULT,)
             found += _time_scheme(name, modes, gpu, shape, tokens, calls)
     return found
 
@@ -63,7 +66,7 @@ def _time_scheme(
     scheme, generator = scheme_by_name(name), torch.Generator(device=gpu.device).manual_seed(0)
     weight = torch.randn(shape, generator=generator, device=gpu.device).div_(math.sqrt(shape[1])).bfloat16()
     copies = _Copies(scheme, _stored(scheme, weight), shape[0], gpu)
-    wide = scheme.dequantize(copies.stored[0], shape[:1], dtype=torch.float32)[:, : shape[1]]
+    wide = scheme.dequantize(copies.stored[0], shape[:1], dtype=torch.float32, in_features=shape[1])
     found = []
     for rows in tokens:
         x = torch.randn(rows, shape[1], generator=generator, device=gpu.device).bfloat16()
@@ -99,10 +102,15 @@ class _Copies:
         self.nbytes = sum(tensor.nbytes for tensor in stored.values())
         more = COLD_NBYTES // self.nbytes if gpu.is_cuda else 0
         self.stored = [stored, *({key: tensor.clone() for key, tensor in stored.items()} for _ in range(more))]
+        weights = [(scheme, one) for one in self.stored] if isinstance(scheme, IntPerGroup) else []
+        self.packed = pack(weights, kernels=Kernels.detect(mode=KernelMode.FAST))
 
     def product(self, x: torch.Tensor, index: int, kernels: Kernels) -> torch.Tensor:
-        """x times copy number `index`."""
+        """x times copy number `index`: the packed one where there is one and it takes x."""
         stored = self.stored[index % len(self.stored)]
+        packed = self.packed[index % len(self.packed)] if self.packed and kernels.mode is KernelMode.FAST else None
+        if packed is not None and (out := packed.linear(x, None)) is not None:
+            return out
         return self.scheme.linear(x, stored, self.sections, None, kernels=kernels)
 
     def seconds(self, x: torch.Tensor, kernels: Kernels, calls: int) -> float:

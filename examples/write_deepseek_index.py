@@ -30,6 +30,9 @@ class DeepSeek:
     dense_layers: int = 3
     experts: int = 256
     shared_experts: int = 1
+    experts_per_token: int = 8
+    groups: int = 8
+    top_groups: int = 4
     hidden: int = 7168
     intermediate: int = 18432
     expert_intermediate: int = 2048
@@ -160,6 +163,14 @@ def _config(model: DeepSeek) -> dict[str, object]:
         "num_attention_heads": model.heads, "num_key_value_heads": model.heads, "q_lora_rank": model.q_rank,
         "kv_lora_rank": model.kv_rank, "qk_nope_head_dim": model.nope_dim, "qk_rope_head_dim": model.rope_dim,
         "v_head_dim": model.value_dim, "vocab_size": model.vocab, "num_nextn_predict_layers": 1,
+        "num_experts_per_tok": model.experts_per_token, "n_group": model.groups, "topk_group": model.top_groups,
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+        "moe_layer_freq": 1, "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False,
+        "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 163_840,
+        "rope_theta": 10_000, "rope_scaling": {
+            "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+            "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
         "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [_BLOCK, _BLOCK]},
     }  # fmt: skip
 

@@ -7,10 +7,10 @@ Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from layers.model_config import HeadNorm, MLPKind, ModelConfig, MoEConfig, Residual
+from layers.model_config import HeadNorm, MLAConfig, MLPKind, ModelConfig, MoEConfig, Residual
 from layers.weights import LayerSpec, ParamKind, ParamSpec, Section
 from quant.dtypes import DType
 from quant.scheme import Scheme
@@ -116,6 +116,10 @@ class _Params:
     def plain(self, name: str, shape: tuple[int, ...], kind: ParamKind) -> ParamSpec:
         return self._spec(name, shape, (Section("", shape[0]),), kind)
 
+    def float32(self, name: str, shape: tuple[int, ...], kind: ParamKind) -> ParamSpec:
+        """Kept in float32, whatever the model's dtype."""
+        return replace(self.plain(name, shape, kind), dtype=DType.F32)
+
     def _spec(self, name: str, shape: tuple[int, ...], sections: tuple[Section, ...], kind: ParamKind) -> ParamSpec:
         scheme = self._policy.scheme_for(kind.value, name)
         return ParamSpec(name, shape, sections, kind, self._dtype, scheme)
@@ -128,7 +132,10 @@ def _block(config: ModelConfig, index: int, make: _Params) -> Iterable[ParamSpec
         shape = (config.learned_positions, config.hidden_size)
         yield make.plain(POSITIONS_WEIGHT, shape, ParamKind.POSITIONS)
     yield from _norm(make, config, prefix, places.before_attention)
-    yield from _attention(make, config, f"{prefix}.self_attn")
+    if config.mla is not None:
+        yield from _latent_attention(make, config, config.mla, f"{prefix}.self_attn")
+    else:
+        yield from _attention(make, config, f"{prefix}.self_attn")
     yield from _norm(make, config, prefix, places.after_attention)
     yield from _norm(make, config, prefix, places.before_mlp)
     if config.moe is not None and config.moe.sparse[index]:
@@ -158,6 +165,23 @@ def _attention(make: _Params, config: ModelConfig, module: str) -> Iterable[Para
     yield from _linear(make, f"{module}.o_proj", out, config.q_rows, bias=config.o_bias)
 
 
+def _latent_attention(make: _Params, config: ModelConfig, mla: MLAConfig, module: str) -> Iterable[ParamSpec]:
+    """As DeepSeek's checkpoints call them: `a` goes down to a latent, `b` up to the heads."""
+    width, heads, bias = config.hidden_size, config.num_heads, config.qkv_bias
+    queries = (Section("", heads * mla.qk_head_dim),)
+    if mla.q_lora_rank is None:
+        yield from _linear(make, f"{module}.q_proj", queries, width, bias=False)
+    else:
+        yield from _linear(make, f"{module}.q_a_proj", (Section("", mla.q_lora_rank),), width, bias=bias)
+        yield make.norm(f"{module}.q_a_layernorm.weight", mla.q_lora_rank)
+        yield from _linear(make, f"{module}.q_b_proj", queries, mla.q_lora_rank, bias=False)
+    yield from _linear(make, f"{module}.kv_a_proj_with_mqa", (Section("", mla.latent_dim),), width, bias=bias)
+    yield make.norm(f"{module}.kv_a_layernorm.weight", mla.kv_lora_rank)
+    up = (heads * mla.up_head_dim, mla.kv_lora_rank)
+    yield make.plain(f"{module}.kv_b_proj.weight", up, ParamKind.ABSORBED)
+    yield from _linear(make, f"{module}.o_proj", (Section("", width),), heads * mla.v_head_dim, bias=config.o_bias)
+
+
 def _head_norm(make: _Params, config: ModelConfig, name: str, heads: int) -> ParamSpec:
     match config.qk_norm_over:
         case HeadNorm.SHARED:
@@ -184,14 +208,20 @@ def _mlp(make: _Params, config: ModelConfig, module: str) -> Iterable[ParamSpec]
 def _sparse_mlp(make: _Params, config: ModelConfig, moe: MoEConfig, module: str) -> Iterable[ParamSpec]:
     """Router and shared expert first: what every token needs."""
     width = config.hidden_size
-    yield make.plain(f"{module}.gate.weight", (moe.num_experts, width), ParamKind.ROUTER)
+    if moe.grouped is None:
+        yield make.plain(f"{module}.gate.weight", (moe.num_experts, width), ParamKind.ROUTER)
+    else:
+        yield make.float32(f"{module}.gate.weight", (moe.num_experts, width), ParamKind.ROUTER)
+        if moe.grouped.correction_bias:
+            yield make.float32(f"{module}.gate.e_score_correction_bias", (moe.num_experts,), ParamKind.ROUTER)
     if moe.router_bias:
         yield make.bias(f"{module}.gate.bias", (Section("", moe.num_experts),))
     if moe.shared_intermediate_size:
         shared = moe.shared_intermediate_size
         gate_up = (Section("gate", shared), Section("up", shared))
-        yield from _linear(make, f"{module}.shared_expert.gate_up_proj", gate_up, width, bias=False)
-        yield from _linear(make, f"{module}.shared_expert.down_proj", (Section("", width),), shared, bias=False)
+        bias = config.mlp_bias
+        yield from _linear(make, f"{module}.shared_expert.gate_up_proj", gate_up, width, bias=bias)
+        yield from _linear(make, f"{module}.shared_expert.down_proj", (Section("", width),), shared, bias=bias)
         if moe.shared_gate:
             yield make.plain(f"{module}.shared_expert_gate.weight", (1, width), ParamKind.ROUTER)
     inner, experts = moe.intermediate_size, range(moe.num_experts)

@@ -15,9 +15,11 @@ from torch.nn import functional
 from layers.batch import Batch, BatchSequence
 from layers.causal_mask import causal_mask, first_reached, reached
 from layers.context import StepContext
-from layers.linear import QKVParallelLinear, RowParallelLinear
+from layers.linear import QKVParallelLinear, RowParallelLinear, declare
 from layers.rotary import Ropes
+from layers.sinks import attend_with_sinks
 from layers.softcap import attend_capped
+from layers.weights import ParamSpec
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Attention(nn.Module):
     """Projections, rotation and scaled dot products of one layer.
 
     `q_norm` and `k_norm` act on each head by itself, or on `whole` queries and keys. `local` layers rotate by the
-    local angles.
+    local angles. `sinks` [H]: a score of each head, see layers.sinks; there is no softcap then.
     """
 
     def __init__(
@@ -49,8 +51,12 @@ class Attention(nn.Module):
         q_norm: nn.Module | None,
         k_norm: nn.Module | None,
         whole: bool = False,
+        sinks: ParamSpec | None = None,
     ) -> None:
         super().__init__()
+        if sinks is not None:
+            declare(self, sinks)
+        self._has_sinks = sinks is not None
         self.layer = layer
         self.head_dim = head_dim
         self.scores = scores
@@ -86,11 +92,21 @@ class Attention(nn.Module):
         start = first_reached(length, count=q.shape[1], window=self.scores.window)
         for heads, keys, values in sequence.cache.runs(self.layer, start=start, stop=length):
             part = q[heads.start * share : heads.stop * share]
-            mixed.append(self._attend(part, keys, values, ctx))
+            sinks = self.get_parameter("sinks")[heads.start * share : heads.stop * share] if self._has_sinks else None
+            mixed.append(self._attend(part, keys, values, sinks, ctx))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
-    def _attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+    def _attend(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sinks: torch.Tensor | None,
+        ctx: StepContext,
+    ) -> torch.Tensor:
         window, scale, cap = self.scores.window, self.scores.scale, self.scores.softcap
+        if sinks is not None:
+            return attend_with_sinks(q, keys, values, sinks, window=window, scale=scale, kernels=ctx.kernels)
         if cap is None:
             return attend(q, keys, values, window=window, scale=scale)
         return attend_capped(q, keys, values, window=window, scale=scale, cap=cap, kernels=ctx.kernels)

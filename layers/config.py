@@ -14,7 +14,7 @@ from layers.model_config import ModelConfig, RopeConfig, RopeKind
 from layers.models import load_family
 from layers.weights import WeightMap
 
-__all__ = ["ModelConfig", "RopeConfig", "RopeKind", "family_of", "parse_config", "weight_map"]
+__all__ = ["ModelConfig", "RopeConfig", "RopeKind", "encoder_prefixes", "family_of", "parse_config", "weight_map"]
 
 
 def parse_config(raw: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
@@ -37,6 +37,21 @@ def _read_text_part(model_type: str, fields: Fields) -> ModelConfig:
 
     inner, family = text_fields(multimodal_model(model_type), fields)
     return replace(load_family(family).read_config(inner), multimodal=model_type)
+
+
+def encoder_prefixes(raw: Mapping[str, Any], *, where: str = "config.json") -> tuple[str, ...]:
+    """How the names of a multimodal model's other tensors begin, those of tower and projector; none of a text model.
+
+    The text part may be of any kind. Raises UnsupportedModelError for an unknown family.
+    """
+    fields = Fields(raw, where)
+    whole = _choose_multimodal(fields)
+    if whole is None:
+        _choose(fields)
+        return ()
+    from layers.multimodal import multimodal_model, other_parts
+
+    return tuple(prefix for prefix, _ in other_parts(multimodal_model(whole)))
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -78,4 +93,3 @@ def _choose(fields: Fields) -> str:
         f"{fields.where}: architectures {list(names)}, model_type {model_type!r}: not supported; known architectures: "
         + ", ".join(f"{known[0]} ({kind})" for kind, known in (*FAMILY_NAMES.items(), *MULTIMODAL_NAMES.items()))
     )
-

@@ -27,11 +27,13 @@ from layers.batch import Batch
 from layers.context import StepContext
 from layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from layers.first_input import LearnedPositions, first_input
+from layers.grouped_router import GroupedRouter
 from layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from layers.mla import LATENT_EPS, LatentAttention, LatentUpProjection
 from layers.mlp import GatedMLP, PlainMLP
-from layers.model_config import HeadNorm, MLPKind, ModelConfig, Residual
+from layers.model_config import HeadNorm, MLPKind, ModelConfig, MoEConfig, Residual
 from layers.moe import ExpertLinear, Experts, Router, SparseMLP
-from layers.norm import LayerNormPerHead, make_norm
+from layers.norm import LayerNormPerHead, RMSNorm, make_norm
 from layers.rotary import Ropes, RotaryEmbedding
 from layers.softcap import soft_cap
 from layers.weights import LayerSpec, ParamSpec
@@ -49,7 +51,7 @@ class DecoderLayer(nn.Module):
         norms: Mapping[str, nn.Module],
         places: NormPlaces,
         parallel: bool,
-        self_attn: Attention,
+        self_attn: Attention | LatentAttention,
         mlp: GatedMLP | PlainMLP | SparseMLP,
         residual_scale: float = 1.0,
         embed_scale: float | None = None,
@@ -201,7 +203,7 @@ def _layer(config: ModelConfig, index: int, params: Mapping[str, ParamSpec]) -> 
         norms={name: _norm(config, params, f"{prefix}.{name}") for name in names},
         places=places,
         parallel=config.residual is Residual.PARALLEL,
-        self_attn=_attention(config, index, params),
+        self_attn=_attention(config, index, params) if config.mla is None else _latent(config, index, params),
         mlp=_feed_forward(config, index, params),
         residual_scale=config.residual_scale,
         embed_scale=config.embed_scale if index == 0 else None,
@@ -221,6 +223,32 @@ def _attention(config: ModelConfig, index: int, params: Mapping[str, ParamSpec])
         q_norm=_head_norm(config, params, f"{module}.q_norm") if config.qk_norm else None,
         k_norm=_head_norm(config, params, f"{module}.k_norm") if config.qk_norm else None,
         whole=config.qk_norm_over is HeadNorm.WHOLE,
+        sinks=params.get(f"{module}.sinks"),
+    )
+
+
+def _latent(config: ModelConfig, index: int, params: Mapping[str, ParamSpec]) -> LatentAttention:
+    module, sizes = f"model.layers.{index}.self_attn", config.mla
+    assert sizes is not None
+    assert config.attention_scale is not None
+
+    def column(name: str) -> ColumnParallelLinear | None:
+        found = f"{module}.{name}.weight" in params
+        return ColumnParallelLinear(*_weight_and_bias(params, f"{module}.{name}")) if found else None
+
+    queries = params.get(f"{module}.q_a_layernorm.weight")
+    return LatentAttention(
+        layer=index,
+        sizes=sizes,
+        scale=config.attention_scale,
+        q_proj=column("q_proj"),
+        q_a_proj=column("q_a_proj"),
+        q_a_layernorm=None if queries is None else RMSNorm(queries, eps=LATENT_EPS),
+        q_b_proj=column("q_b_proj"),
+        kv_a_proj_with_mqa=ColumnParallelLinear(*_weight_and_bias(params, f"{module}.kv_a_proj_with_mqa")),
+        kv_a_layernorm=RMSNorm(params[f"{module}.kv_a_layernorm.weight"], eps=LATENT_EPS),
+        kv_b_proj=LatentUpProjection(params[f"{module}.kv_b_proj.weight"], sizes=sizes),
+        o_proj=RowParallelLinear(*_weight_and_bias(params, f"{module}.o_proj")),
     )
 
 
@@ -230,17 +258,25 @@ def _feed_forward(config: ModelConfig, index: int, params: Mapping[str, ParamSpe
         return _mlp(config, params, module)
     shared = _mlp(config, params, f"{module}.shared_expert") if moe.shared_intermediate_size else None
     assert not isinstance(shared, PlainMLP)
-    gate_up, down = (params[f"{module}.experts.{name}.weight"] for name in ("gate_up_proj", "down_proj"))
+    gate_up, down = (_weight_and_bias(params, f"{module}.experts.{name}") for name in ("gate_up_proj", "down_proj"))
     return SparseMLP(
-        gate=Router(params[f"{module}.gate.weight"], moe),
+        gate=_router(moe, params, f"{module}.gate"),
         experts=Experts(
-            gate_up_proj=ExpertLinear(gate_up, experts=moe.num_experts),
-            down_proj=ExpertLinear(down, experts=moe.num_experts),
+            gate_up_proj=ExpertLinear(*gate_up, experts=moe.num_experts),
+            down_proj=ExpertLinear(*down, experts=moe.num_experts),
             activation=config.hidden_act,
+            clamped=moe.clamped,
         ),
         shared_expert=shared,
         shared_expert_gate=params.get(f"{module}.shared_expert_gate.weight"),
     )
+
+
+def _router(moe: MoEConfig, params: Mapping[str, ParamSpec], module: str) -> Router | GroupedRouter:
+    weight, bias = _weight_and_bias(params, module)
+    if moe.grouped is None:
+        return Router(weight, moe, bias)
+    return GroupedRouter(weight, params.get(f"{module}.e_score_correction_bias"), moe, moe.grouped)
 
 
 def _mlp(config: ModelConfig, params: Mapping[str, ParamSpec], module: str) -> GatedMLP | PlainMLP:

@@ -7,15 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from layers.architecture import EMBED_WEIGHT, HEAD_WEIGHT, is_optional_bias, is_tied
 from layers.decoder import DecoderModel
 from layers.errors import WeightError
-from layers.fused_experts import expert_name, is_fused, lie_transposed
+from layers.fused_experts import (
+    expert_name,
+    holds_gate_up,
+    is_fused,
+    is_fused_weight,
+    lie_transposed,
+    may_be_fused,
+)
 from layers.weights import Dropped, LayerSpec, ParamKind, ParamSpec, Target, WeightMap
-from quant.disk_forms.form import fill
+from quant.disk_forms.form import disk_tensors, fill
 from quant.dtypes import to_torch
 
 ALIGNMENT = 64
@@ -113,7 +121,7 @@ def fill_section(stored: Mapping[str, torch.Tensor], param: ParamSpec, section: 
         views = param.scheme.section_views(stored, param.kept_rows, section)
         param.scheme.quantize_into(rows.to(next(iter(views.values())).device), views)
         return
-    first = sum(param.section_rows[:section])
+    first = param.section_starts[section]
     (tensor,) = stored.values()
     tensor[first : first + rows.shape[0]].copy_(rows)
 
@@ -127,12 +135,16 @@ def _by_expert(
     made: dict[str, tuple[str, int]] = {}
     found: list[str] = []
     shapes = [tuple(get_tensor(name).shape) for name in names if is_fused(name, 3) and name.endswith(".down_proj")]
-    down = next(p for p in _by_name(specs).values() if p.name.endswith(".experts.down_proj.weight"))
+    interleaved = weight_map.fused_interleaved
+    whole_of = lru_cache(maxsize=2)(get_tensor)  # codes and scales of one projection, asked for expert by expert
+    down = next((p for p in _by_name(specs).values() if p.name.endswith(".experts.down_proj.weight")), None)
+    if down is None:  # no layer is sparse
+        return names, get_tensor
     turned = lie_transposed(
         shapes, rows=down.section_rows[0], in_features=down.shape[1], usually=weight_map.fused_transposed
     )
     for name in names:
-        whole = get_tensor(name) if is_fused(name, 3) else None
+        whole = get_tensor(name) if may_be_fused(name) else None
         if whole is None or not is_fused(name, whole.dim()):
             found.append(name)
             continue
@@ -142,8 +154,13 @@ def _by_expert(
     def get(name: str) -> torch.Tensor:
         if name not in made:
             return get_tensor(name)
-        part = get_tensor(made[name][0])[made[name][1]]
-        return part.T.contiguous() if turned else part
+        fused, expert = made[name]
+        part = whole_of(fused)[expert]
+        if turned and is_fused_weight(fused):
+            part = part.T.contiguous()
+        if interleaved and holds_gate_up(fused):
+            part = torch.cat((part[0::2], part[1::2]))
+        return part
 
     return found, get
 
@@ -162,7 +179,9 @@ def coded_sources(
             continue
         run, leaf = param.run_at(target.first), name.rpartition(".")[2]
         form = param.forms[run]
-        if form is not None and any(one.leaf == leaf for one in form.tensors(param.run_rows[run], param.shape[1])):
+        if form is None:
+            continue
+        if any(one.leaf == leaf for one in disk_tensors(form, param.run_rows[run], param.shape[1])):
             found.setdefault((param.name, run), {})[leaf] = name
     return found
 
@@ -184,7 +203,7 @@ def fill_run(
     }
     fill(form, tensors, form.kept.section_views(held, (rows,), 0), shape=shape)
     wide = form.kept.dequantize(held, (rows,), dtype=to_torch(param.dtype), in_features=param.shape[1])
-    first = sum(param.runs[:run])
+    first = param.run_starts[run]
     parts = wide.split(list(param.section_rows[first : first + param.runs[run]]))
     for section, part in enumerate(parts, start=first):
         fill_section(stored, param, section, part)

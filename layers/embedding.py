@@ -12,6 +12,7 @@ from layers.context import StepContext
 from layers.linear import declare, stored_rows
 from layers.weights import ParamSpec
 from quant.scheme import Scheme
+from quant.sections import rows_at_once
 from quant.wide import Wide
 
 # The head's matmul runs over this many rows of the vocabulary at a time, always the same ones: so its bits do not
@@ -79,8 +80,9 @@ def project(
     """
     rows = stored["weight"].shape[0]
     logits = torch.empty((x.shape[0], rows), dtype=torch.float32, device=x.device)
-    for start in range(0, rows, CHUNK_ROWS):
-        stop = min(rows, start + CHUNK_ROWS)
+    step = rows_at_once(CHUNK_ROWS, multiple=scheme.row_multiple)
+    for start in range(0, rows, step):
+        stop = min(rows, start + step)
         ctx.check()
         ctx.await_rows(param, stop)
         added = None if bias is None else bias[start:stop]

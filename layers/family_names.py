@@ -7,12 +7,15 @@ from types import MappingProxyType
 
 FAMILY_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "cohere": ("CohereForCausalLM",),
+    "deepseek_v2": ("DeepseekV2ForCausalLM",),
+    "deepseek_v3": ("DeepseekV3ForCausalLM",),
     "gemma": ("GemmaForCausalLM",),
     "gemma2": ("Gemma2ForCausalLM",),
     "gemma3_text": ("Gemma3ForCausalLM",),
     "glm": ("GlmForCausalLM",),
     "glm4": ("Glm4ForCausalLM",),
     "gpt2": ("GPT2LMHeadModel",),
+    "gpt_oss": ("GptOssForCausalLM",),
     "granite": ("GraniteForCausalLM",),
     "llama": ("LlamaForCausalLM", "LLaMAForCausalLM"),
     "mistral": ("MistralForCausalLM",),

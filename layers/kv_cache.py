@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from layers.kv_forms import cache_form, kept_tensors
+from layers.kv_forms import GROUP, cache_form, kept_tensors
 from layers.model_config import ModelConfig
 from quant.dtypes import DType, to_torch
 
@@ -31,19 +31,50 @@ def kv_cache_nbytes(config: ModelConfig, *, max_tokens: int, dtype: DType, cache
     return sum(spec.nbytes for spec in kept_tensors(cache_dtype, _shape(config, max_tokens), wide=dtype).values())
 
 
+def cache_room_nbytes(config: ModelConfig, *, max_tokens: int, dtype: DType, cache_dtype: str = "auto") -> int:
+    """Bytes, at the most, of the buffers that all such caches of a model decode into: a run of wide keys and values,
+    and a strip in float32 and what a codec makes it from. None where they are kept wide. Imports no torch."""
+    form = cache_form(cache_dtype)
+    if form == "auto":
+        return 0
+    heads, width = config.num_kv_heads, config.head_dim
+    head = 2 * max_tokens * width * dtype.itemsize
+    run = min(heads * head, max(RUN_NBYTES, head))
+    rows = min(run // max(1, 2 * width * dtype.itemsize), max(1, STRIP_NUMBERS // width))
+    held = -(-width // GROUP) * GROUP if form == "int4" else width  # whole groups
+    wide = 0 if dtype is DType.F32 and held == width else held * DType.F32.itemsize
+    codes = {"fp8": width, "int8": 0, "int4": width + width % 2}[form] * DType.I16.itemsize  # on their way to float32
+    return run + rows * (wide + codes)
+
+
+def check_cache_form(config: ModelConfig, cache_dtype: str) -> None:
+    """Raises ValueError for a form in which this model's cache cannot be kept: latents are kept wide only."""
+    if config.mla is not None and cache_form(cache_dtype) != "auto":
+        raise ValueError(
+            f"a KV cache of dtype {cache_dtype} is not possible for {config.model_type}: its attention keeps a latent "
+            f"of {config.mla.latent_dim} numbers a token for all heads, in the model's dtype (auto) only"
+        )
+
+
 def _shape(config: ModelConfig, max_tokens: int) -> tuple[int, ...]:
+    """Kinds (keys and values, or latents), layers, heads, tokens, numbers."""
+    if config.mla is not None:
+        return (1, config.num_layers, 1, max_tokens, config.mla.latent_dim)
     return (2, config.num_layers, config.num_kv_heads, max_tokens, config.head_dim)
 
 
 class KVCache:
-    """Keys and values [kv_heads, capacity, head_dim] of every layer; the first `length` tokens are filled.
+    """Keys and values [kv_heads, capacity, head_dim] of every layer; the first `length` tokens are filled. In a model
+    of latent attention one latent [capacity, latent_dim] of every layer instead.
 
     A step appends to one layer after the other and then advances `length` once. A step that is given up halfway
     leaves `length` as it was: its keys are overwritten by the next one.
 
     `cache_dtype`: how they are kept. `scales`: fp8's, for each layer that of its keys and that of its values (None: 1).
-    `room`: buffers to decode into, shared by caches of one device and one thread (None: its own).
-    Raises ValueError for scales that are not one pair a layer, not above 0 and finite, or given to another form.
+    `room`: buffers to decode into, shared by caches of one device and one thread (None: its own). `fnuz`: fp8's codes
+    are e4m3fnuz, half the numbers, so `scales` are given doubled.
+    Raises ValueError for scales that are not one pair a layer, not above 0 and finite, or given to another form, and
+    for a form that the model's cache cannot have.
     """
 
     def __init__(
@@ -56,20 +87,22 @@ class KVCache:
         cache_dtype: str = "auto",
         scales: Sequence[tuple[float, float]] | None = None,
         room: Room | None = None,
+        fnuz: bool = False,
     ) -> None:
         import torch
 
         from layers.kv_codec import Room
 
+        check_cache_form(config, cache_dtype)
         _check_scales(config, cache_dtype, scales)
-        tensors = kept_tensors(cache_dtype, _shape(config, max_tokens), wide=dtype)
+        tensors = kept_tensors(cache_dtype, _shape(config, max_tokens), wide=dtype, fnuz=fnuz)
         self._kept: dict[str, torch.Tensor] = {
             name: torch.empty(spec.shape, dtype=to_torch(spec.dtype), device=device) for name, spec in tensors.items()
         }
         self._dtype, self._head_dim = to_torch(dtype), config.head_dim
         self._room = room or Room(torch.device(device))
         self._codecs = _make_codecs(config, cache_dtype, scales, torch.device(device))
-        self.num_heads = config.num_kv_heads
+        self.num_heads = 1 if config.mla is not None else config.num_kv_heads
         self.cache_dtype = cache_form(cache_dtype)
         self.capacity = max_tokens
         self.length = 0
@@ -84,13 +117,24 @@ class KVCache:
 
         Raises ValueError when they do not fit.
         """
-        stop = self.length + keys.shape[1]
+        self._append(layer, (keys, values))
+
+    def append_latents(self, layer: int, latents: torch.Tensor) -> None:
+        """The same for a step's latents [n, latent_dim]."""
+        self._append(layer, (latents[None],))
+
+    def latents(self, layer: int, *, stop: int) -> torch.Tensor:
+        """A view of the latents [stop, latent_dim] of one layer's first tokens."""
+        return self._kept["codes"][0, layer, 0, :stop]
+
+    def _append(self, layer: int, kinds: Sequence[torch.Tensor]) -> None:
+        stop = self.length + kinds[0].shape[1]
         if stop > self.capacity:
             raise ValueError(
                 f"the KV cache holds {self.capacity} tokens; {self.length} are filled and {stop - self.length} more "
                 "were given"
             )
-        for kind, numbers in enumerate((keys, values)):
+        for kind, numbers in enumerate(kinds):
             kept = {name: tensor[kind, layer, :, self.length : stop] for name, tensor in self._kept.items()}
             codec = self._codecs[kind, layer]
             if codec is None:

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from layers.kv_forms import GROUP, cache_form
-from quant.float8_codec import EXPANDED, expand
+from quant.float8_codec import expand, expansion
 from quant.panels import Workspace
 
 Kept = Mapping[str, torch.Tensor]
@@ -55,7 +55,8 @@ def codec_for(name: str, *, scale: float, device: torch.device) -> KVCodec | Non
 
 
 class Float8:
-    """e4m3(x / scale), saturating; back: code * scale in float32, rounded once."""
+    """e4m3(x / scale), saturating; back: code * scale in float32, rounded once. Codes of e4m3fnuz, under a scale twice
+    as large, hold the same numbers and saturate where the others do."""
 
     def __init__(self, scale: float, device: torch.device) -> None:
         self._scale = torch.full((1,), scale, dtype=torch.float32, device=device)
@@ -66,7 +67,9 @@ class Float8:
         wide = numbers.float() / self._scale
         if self._on_cpu:
             self._holds_nan = self._holds_nan or bool(wide.isnan().any())
-        kept["codes"].copy_(wide.clamp_(-_LARGEST_E4M3, _LARGEST_E4M3))
+        codes = kept["codes"]
+        largest = _LARGEST_E4M3 / 2 if codes.dtype == torch.float8_e4m3fnuz else _LARGEST_E4M3
+        codes.copy_(wide.clamp_(-largest, largest))
 
     def decode(self, kept: Kept, out: torch.Tensor, room: Room) -> None:
         """out [..., d]. On a CPU by integer operations, which know no NaN, unless one was ever appended: torch's cast
@@ -75,7 +78,7 @@ class Float8:
         if self._on_cpu and not self._holds_nan:
             wide = _float32(out, room)
             expand(codes, wide, room.workspace)
-            wide.mul_(self._scale * EXPANDED)
+            wide.mul_(self._scale * expansion(codes.dtype))
         else:
             wide = codes.float().mul_(self._scale)
         if wide is not out:

@@ -28,8 +28,8 @@ def cache_form(name: str) -> str:
     return name.removesuffix("_e4m3")
 
 
-def kept_tensors(name: str, shape: tuple[int, ...], *, wide: DType) -> dict[str, StoredSpec]:
-    """What is kept of numbers [..., head_dim], which are `wide` before.
+def kept_tensors(name: str, shape: tuple[int, ...], *, wide: DType, fnuz: bool = False) -> dict[str, StoredSpec]:
+    """What is kept of numbers [..., head_dim], which are `wide` before; fp8 as e4m3fnuz where it is `fnuz`.
 
     "codes", and beside them the "scale" [...] of int8, the "scale" and "minimum" [..., ceil(head_dim / 32)] of int4.
     """
@@ -37,7 +37,7 @@ def kept_tensors(name: str, shape: tuple[int, ...], *, wide: DType) -> dict[str,
     groups = (*lead, -(-width // GROUP))
     forms = {
         "auto": {"codes": StoredSpec(shape, wide)},
-        "fp8": {"codes": StoredSpec(shape, DType.F8_E4M3)},
+        "fp8": {"codes": StoredSpec(shape, DType.F8_E4M3FNUZ if fnuz else DType.F8_E4M3)},
         "int8": {"codes": StoredSpec(shape, DType.I8), "scale": StoredSpec(tuple(lead), DType.F32)},
         "int4": {
             "codes": StoredSpec((*lead, -(-width // 2)), DType.U8),

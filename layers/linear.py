@@ -27,7 +27,7 @@ class Linear(nn.Module):
         declare(self, weight)
         if bias is not None:
             declare(self, bias)
-        self.scheme = weight.scheme
+        self.scheme, self.dtype = weight.scheme, weight.dtype
         self.sections = weight.section_rows
         self._kept_rows = weight.kept_rows
         self._stored_names = tuple(weight.storage())

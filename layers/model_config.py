@@ -95,11 +95,29 @@ class ClampedSwiGLU:
 
 
 @dataclass(frozen=True)
+class GroupedChoice:
+    """How a router of DeepSeek's chooses experts, and weighs those it has chosen.
+
+    Scores are sigmoids, or a softmax. `groups` of experts are ranked by the sum of their `summed` best scores, and only
+    experts of the `top_groups` best are chosen. `correction_bias`: a float32 number for each expert is added to its
+    score for the choice alone. `scale` multiplies the weights of the chosen.
+    """
+
+    sigmoid: bool
+    groups: int = 1
+    top_groups: int = 1
+    summed: int = 1
+    correction_bias: bool = False
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class MoEConfig:
     """A model's sparse layers: those where `sparse` is true. Each token goes to `top_k` of `num_experts` experts, whose
-    scores add up to one where `renormalize`. `shared_intermediate_size` is that of the expert that every token passes,
-    0 where there is none; its output is scaled by a gate of its own where `shared_gate`. Router and experts may have
-    biases; `clamped` stands for the gated activation of the experts."""
+    scores add up to one where `renormalize`; `softmax_chosen`: they are the softmax of the chosen experts' logits, in
+    the dtype of those. `shared_intermediate_size` is that of the expert that every token passes, 0 where there is none;
+    its output is scaled by a gate of its own where `shared_gate`. Router and experts may have biases; `clamped` stands
+    for the gated activation of the experts."""
 
     num_experts: int
     top_k: int
@@ -108,9 +126,42 @@ class MoEConfig:
     renormalize: bool
     shared_intermediate_size: int = 0
     shared_gate: bool = False
+    grouped: GroupedChoice | None = None
+    softmax_chosen: bool = False
     router_bias: bool = False
     expert_bias: bool = False
     clamped: ClampedSwiGLU | None = None
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1): sizes of a token's latents and of a head.
+
+    A token's keys and values of all heads are made of one latent of `kv_lora_rank` numbers; beside it stand
+    `qk_rope_head_dim` rotated numbers that all heads share as a part of their keys. Queries pass through a latent of
+    their own, but where `q_lora_rank` is None. The model's `head_dim` is what is rotated, qk_rope_head_dim.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Numbers of a head's query, and of its key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def up_head_dim(self) -> int:
+        """Numbers that a head makes of a latent: a key's part without position, and a value."""
+        return self.qk_nope_head_dim + self.v_head_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Numbers that are kept of a token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True)
@@ -167,6 +218,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     attention_sinks: bool = False
     moe: MoEConfig | None = None
+    mla: MLAConfig | None = None
 
     @property
     def q_rows(self) -> int:

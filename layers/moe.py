@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from layers.context import StepContext
+from layers.grouped_router import GroupedRouter
 from layers.linear import declare
 from layers.mlp import ACTIVATIONS, GatedMLP, clamped_gated, gated
 from layers.model_config import ClampedSwiGLU, MoEConfig
 from layers.weights import ParamSpec
-from quant.sections import cut_rows
 
 
 class Router(nn.Module):
@@ -35,6 +35,9 @@ class Router(nn.Module):
         """x [T, D] -> weights [T, k] in x's dtype, the chosen experts int64 [T, k]."""
         bias = self.get_parameter("bias") if self._has_bias else None
         logits = ctx.kernels.wide(x, self.get_parameter("weight"), bias)
+        if self._config.softmax_chosen:
+            best, chosen = logits.topk(self._config.top_k, dim=-1)
+            return best.softmax(-1), chosen
         scores, chosen = logits.softmax(-1, dtype=torch.float32).topk(self._config.top_k, dim=-1)
         if self._config.renormalize:
             scores = scores / scores.sum(-1, keepdim=True)
@@ -53,8 +56,8 @@ class ExpertLinear(nn.Module):
         self._scheme, self._names = weight.scheme, tuple(weight.storage())
         parts = len(weight.sections) // experts
         self.sections = weight.section_rows[:parts]  # one expert's; all have the same
-        self._whole = weight.kept_as_stored and len(weight.runs) == 1  # of all experts as one tensor on disk
-        one = weight.scheme.storage(self.sections, weight.shape[1], wide=weight.dtype)
+        self._kept = weight.kept_rows[: len(weight.kept_rows) // experts]  # as one expert's are kept
+        one = weight.scheme.storage(self._kept, weight.shape[1], wide=weight.dtype)
         self._steps = {name: spec.shape[0] for name, spec in one.items()}
 
     def product(self, x: torch.Tensor, expert: int, ctx: StepContext) -> torch.Tensor:
@@ -62,16 +65,11 @@ class ExpertLinear(nn.Module):
         ctx.check()
         rows = sum(self.sections)
         bias = self.get_parameter("bias").narrow(0, expert * rows, rows) if self._has_bias else None
-        return self._scheme.linear(x, self.stored(expert), self.sections, bias, kernels=ctx.kernels)
+        return self._scheme.linear(x, self.stored(expert), self._kept, bias, kernels=ctx.kernels)
 
     def stored(self, expert: int) -> dict[str, torch.Tensor]:
         """Views of what is stored for one expert."""
         tensors = {name: self.get_parameter(name) for name in self._names}
-        if self._whole:
-            rows, count = tensors["weight"].shape[0], sum(self.sections)
-            first = expert * count
-            multiple = self._scheme.row_multiple
-            return cut_rows(tensors, rows=rows, multiple=multiple, start=first, stop=first + count)
         return {
             name: tensor.narrow(0, expert * self._steps[name], self._steps[name]) for name, tensor in tensors.items()
         }
@@ -95,12 +93,13 @@ class Experts(nn.Module):
         self._clamped = clamped
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, ctx: StepContext) -> torch.Tensor:
-        """x [T, D], weights and chosen [T, k] -> [T, D]: what experts give, summed in the order of their numbers."""
+        """x [T, D], weights (x's dtype or float32) and chosen [T, k] -> [T, D]: what experts give, summed in the order
+        of their numbers."""
         out = torch.zeros_like(x)
         for expert, tokens, places in routed(chosen):
             gate, up = self.gate_up_proj.product(x[tokens], expert, ctx).split(list(self.gate_up_proj.sections), dim=-1)
             made = self.down_proj.product(self._gated(gate, up), expert, ctx) * weights[tokens, places].unsqueeze(1)
-            out.index_add_(0, tokens, made)
+            out.index_add_(0, tokens, made.to(x.dtype))
         return out
 
     def _gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -114,7 +113,12 @@ class SparseMLP(nn.Module):
     `shared_expert_gate` [1, D] where there is one."""
 
     def __init__(
-        self, *, gate: Router, experts: Experts, shared_expert: GatedMLP | None, shared_expert_gate: ParamSpec | None
+        self,
+        *,
+        gate: Router | GroupedRouter,
+        experts: Experts,
+        shared_expert: GatedMLP | None,
+        shared_expert_gate: ParamSpec | None,
     ) -> None:
         super().__init__()
         self.gate = gate

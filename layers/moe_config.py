@@ -29,7 +29,8 @@ def read_moe(
     count = fields.positive_int(key, default=experts, largest=MOST_EXPERTS)
     chosen = fields.positive_int("num_experts_per_tok", default=top_k)
     if chosen > count:
-        raise ModelConfigError(f"{fields.where}: num_experts_per_tok ({chosen}) is more than {key} ({count})")
+        name = fields.called.get(key, key)
+        raise ModelConfigError(f"{fields.where}: num_experts_per_tok ({chosen}) is more than {name} ({count})")
     return MoEConfig(
         num_experts=count,
         top_k=chosen,

@@ -145,13 +145,17 @@ def _tied(whole: MultimodalModel, fields: Fields, inner: Fields) -> bool:
     return fields.flag(key, default=whole.tied) or inner.flag(key, default=False)
 
 
+def other_parts(whole: MultimodalModel) -> tuple[tuple[str, str], ...]:
+    """How the names of all other parts' tensors begin (tower, projector), and why text does not read them."""
+    return tuple((start + prefix, reason) for prefix, reason in whole.unused for start in ("", "model."))
+
+
 def multimodal_map(whole: MultimodalModel, inner: WeightMap) -> WeightMap:
     """The text part's map behind the prefixes of the whole."""
     renames = tuple((re.compile("^" + re.escape(theirs)), ours, "") for theirs, ours in whole.prefixes)
-    unused = tuple((start + prefix, reason) for prefix, reason in whole.unused for start in ("", "model."))
     return replace(
         inner,
         renames=(*renames, *inner.renames),
-        unused=(*inner.unused, *unused),
+        unused=(*inner.unused, *other_parts(whole)),
         fused_transposed=whole.fused_transposed or inner.fused_transposed,
     )

@@ -57,6 +57,15 @@ def read_rope(
     return _scaled(plain, inner, original)
 
 
+def score_stretch(fields: Fields, rope: RopeConfig) -> float:
+    """By what latent attention multiplies its scores where positions are stretched: mscale squared, of
+    `mscale_all_dim`; 1 where that is absent or 0 (transformers, yarn_apply_mscale)."""
+    if rope.kind is RopeKind.DEFAULT:
+        return 1.0
+    inner = Fields(_merged(fields), where=f"{fields.where}: {_source_key(fields)}")
+    return _mscale(rope.factor, _or_zero(inner, "mscale_all_dim")) ** 2
+
+
 def _scaled(plain: RopeConfig, inner: Fields, original: int) -> RopeConfig:
     """The settings with what their kind adds to them."""
     match plain.kind:

@@ -10,14 +10,17 @@ from layers.model_config import ModelConfig
 from layers.weights import RegexRule, Stacked, WeightMap
 
 # A checkpoint may hold the parts one by one or already fused, whatever the family usually does.
+GATE_UP = (
+    Stacked("gate_proj", "gate_up_proj", 0, 1),
+    Stacked("up_proj", "gate_up_proj", 1, 2),
+    Stacked("gate_up_proj", "gate_up_proj", 0, 2),
+)
 FUSED = (
     Stacked("q_proj", "qkv_proj", 0, 1),
     Stacked("k_proj", "qkv_proj", 1, 2),
     Stacked("v_proj", "qkv_proj", 2, 3),
     Stacked("qkv_proj", "qkv_proj", 0, 3),
-    Stacked("gate_proj", "gate_up_proj", 0, 1),
-    Stacked("up_proj", "gate_up_proj", 1, 2),
-    Stacked("gate_up_proj", "gate_up_proj", 0, 2),
+    *GATE_UP,
 )
 
 # Tied to the beginning, which a search that fails leaves at once: large models ask for a hundred thousand names.

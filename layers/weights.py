@@ -8,11 +8,12 @@ plan joins the two from file headers alone; nothing here imports torch.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 
 from layers.errors import WeightError
@@ -27,6 +28,7 @@ class ParamKind(Enum):
 
     LINEAR = "linear"  # a projection inside a layer: quantized when a scheme is asked for
     ROUTER = "router"  # what chooses and weighs experts, wide
+    ABSORBED = "absorbed"  # multiplied from both sides (layers.mla): kept wide, even where it is quantized on disk
     HEAD = "head"  # the output projection: quantized only when that is asked for by name
     EMBEDDING = "embedding"  # looked up by row, wide
     POSITIONS = "positions"  # the table of learned positions, wide
@@ -48,7 +50,8 @@ class ParamSpec:
     """One parameter of the shell, as the model sees it (shape) and as it is kept (scheme).
 
     In a checkpoint that is already quantized a weight has `forms`: one for each of its `runs` of sections, which say
-    how many sections lie there as one (q, k and v apart: 1, 1, 1; fused: 3); None where a run is wide.
+    how many sections lie there as one (q, k and v apart: 1, 1, 1; fused: 3); None where a run is wide. Runs without
+    forms: so it was kept when it was saved in its stored form.
     """
 
     name: str
@@ -66,14 +69,24 @@ class ParamSpec:
         return tuple(section.rows for section in self.sections)
 
     @cached_property
+    def section_starts(self) -> tuple[int, ...]:
+        """The first row of each section, and the number of rows; kept, for experts are hundreds of sections."""
+        return tuple(accumulate(self.section_rows, initial=0))
+
+    @cached_property
+    def run_starts(self) -> tuple[int, ...]:
+        """The first section of each run, and the number of sections."""
+        return tuple(accumulate(self.runs, initial=0))
+
+    @cached_property
     def run_rows(self) -> tuple[int, ...]:
         """Rows of each run of sections that lies in the checkpoint as one."""
-        ends = tuple(accumulate(self.runs))
-        return tuple(sum(self.section_rows[end - count : end]) for end, count in zip(ends, self.runs, strict=True))
+        starts = [self.section_starts[section] for section in self.run_starts]
+        return tuple(stop - start for start, stop in pairwise(starts))
 
     def run_at(self, section: int) -> int:
         """The run that section `section` is in."""
-        return next(run for run, end in enumerate(accumulate(self.runs)) if section < end)
+        return bisect_right(self.run_starts, section) - 1
 
     @cached_property
     def kept_as_stored(self) -> bool:
@@ -83,7 +96,7 @@ class ParamSpec:
     @cached_property
     def kept_rows(self) -> tuple[int, ...]:
         """Rows of each part that its scheme treats by itself: a section, or a run that is one on disk."""
-        return self.run_rows if self.kept_as_stored else self.section_rows
+        return self.run_rows if self.kept_as_stored or (self.runs and not self.forms) else self.section_rows
 
     def storage(self) -> dict[str, StoredSpec]:
         """What is kept for it, by name within its module ("weight", "weight_scale", or "bias")."""

@@ -10,7 +10,8 @@
 Rounding activations changes results by more than the order of sums does, so it needs KernelMode.FAST. STRIPS writes and
 reads some 20 bytes for each number of a weight, TRITON reads what is stored and nothing more; with many tokens that no
 longer counts, and the library's product of wide numbers is the better one. Where they meet is an estimate, which
-examples/gpu_check.py is there to measure.
+examples/gpu_check.py is there to measure. No product takes one scale for a fused weight of several: SCALED_SUMS gives
+the operator ones and applies the parts' own scales to its sums (quant.joint_scale is for a product that would).
 """
 
 from __future__ import annotations
@@ -78,9 +79,10 @@ def triton_takes(shape: ProductShape, features: DeviceFeatures) -> bool:
 
 
 def scaled_mm_takes(shape: ProductShape, features: DeviceFeatures) -> bool:
-    """Float8 products: from 8.9 on, sizes of the weight in multiples of 16, any wide result."""
+    """Float8 products: from 8.9 on and on devices of e4m3fnuz; the weight's sizes multiples of 16, any wide result."""
     whole = shape.inputs % SCALED_MULTIPLE == 0 and shape.outputs % SCALED_MULTIPLE == 0
-    return features.at_least(8, 9) and whole and shape.tokens > 0 and shape.inputs > 0 and shape.outputs > 0
+    has_them = features.fnuz or features.at_least(8, 9)
+    return has_them and whole and shape.tokens > 0 and shape.inputs > 0 and shape.outputs > 0
 
 
 def scaled_rows_takes(shape: ProductShape, features: DeviceFeatures) -> bool:

@@ -28,8 +28,9 @@ class OnDevice:
     def float8_rows(
         self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, widen: Widen
     ) -> torch.Tensor:
-        """weight e4m3fn [O, I], scale float32 [O], perhaps one number expanded."""
-        product = self._choose(StoredForm.FLOAT8_ROWS, x, weight.shape[0])
+        """weight e4m3fn (or e4m3fnuz, on devices of that) [O, I], scale float32 [O], perhaps one number expanded."""
+        native = (weight.dtype == torch.float8_e4m3fnuz) is self.features.fnuz
+        product = self._choose(StoredForm.FLOAT8_ROWS if native else StoredForm.OTHER, x, weight.shape[0])
         rows = _rows(x)
         if product is DeviceProduct.STRIPS:
             return on_device(x, weight, bias, widen)

@@ -67,9 +67,7 @@ def multiply_blocks(wide: torch.Tensor, scale: torch.Tensor, *, columns: int = B
     return wide
 
 
-def scale_by_number(
-    scale: torch.Tensor, shape: torch.Size, *, block: tuple[int, int] = (BLOCK, BLOCK)
-) -> torch.Tensor:
+def scale_by_number(scale: torch.Tensor, shape: torch.Size, *, block: tuple[int, int] = (BLOCK, BLOCK)) -> torch.Tensor:
     """The scale of every number of a weight of this shape: float32 [R, I]. A block may be larger than the weight."""
     rows = scale.repeat_interleave(min(block[0], shape[0]), 0)[: shape[0]]
     return rows.repeat_interleave(min(block[1], shape[1]), 1)[:, : shape[1]]

@@ -20,6 +20,11 @@ _SHIFT = 1 << 7  # as a product: multiplying integers is faster than shifting th
 _KEEP = -0x4001  # every bit but the one where sign extension and the shift put the sign a second time
 
 
+def expansion(dtype: torch.dtype) -> float:
+    """`EXPANDED` for a dtype of codes: the same bits are half the number in e4m3fnuz (see quant.fnuz)."""
+    return EXPANDED / 2 if dtype == torch.float8_e4m3fnuz else EXPANDED
+
+
 def _within(shape: tuple[int, int], device: torch.device) -> Write:
     """out = e4m3fn(wide / scale); torch's cast makes NaN of what is beyond 448 by more than rounding."""
 
@@ -40,7 +45,7 @@ FLOAT8 = RowCodec(LARGEST, _within, _saturating)
 
 
 def expand(stored: torch.Tensor, out: torch.Tensor, workspace: Workspace) -> None:
-    """Write a strip's numbers divided by `EXPANDED` into a wide `out` of the same shape; both on the CPU.
+    """Write a strip's numbers divided by `expansion` into a wide `out` of the same shape; both on the CPU.
 
     By integer operations: torch's cast from float8 is ten times slower. Exact for every code but NaN, which
     quantization writes only beside a scale that is NaN or infinite itself.

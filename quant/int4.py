@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quant.kernels import Kernels
 
 GROUP_SIZES = (32, 64, 128)  # that can be asked for by name
+ORDER = "g_idx"  # the stored tensor that says which group each input is in
 
 
 @dataclass(frozen=True)

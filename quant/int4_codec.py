@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from quant.errors import QuantError
 from quant.magnitudes import DEVICE_STRIP_NBYTES
 from quant.panels import Workspace
 from quant.row_codec import widened
@@ -129,3 +130,10 @@ def decode(
         group = torch.arange(codes.shape[-1], device=codes.device) // (group or max(1, codes.shape[-1]))
     zeros = zero if isinstance(zero, int) else zero.float().index_select(-1, group)
     return (codes.float() - zeros).mul_(scale.float().index_select(-1, group))
+
+
+def check_order(order: torch.Tensor, *, groups: int) -> None:
+    """QuantError unless every input's group (`g_idx`, [..., I]) is one of those that there are."""
+    least, most = (int(order.min()), int(order.max())) if order.numel() else (0, -1)
+    if least < 0 or most >= groups:
+        raise QuantError(f"g_idx names groups {least} to {most}, but there are {groups}")

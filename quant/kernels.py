@@ -22,13 +22,14 @@ from quant.cpu_features import CpuFeatures
 from quant.device_features import DeviceFeatures, triton_installed
 from quant.device_products import OnDevice
 from quant.float8_blocks import BLOCK, multiply_blocks, scale_by_number
-from quant.float8_codec import EXPANDED, expand
+from quant.float8_codec import expand, expansion
 from quant.int4_strips import IntGroups
 from quant.mx_codec import multiply_blocks as multiply_columns
 from quant.mx_strips import ScaledBlocks
+from quant.nf4_strips import CodedBlocks
 from quant.panel_bounds import ROW_MULTIPLE
 from quant.panels import InOrder, RunPanels, Workspace
-from quant.products import INT8_MULTIPLE, Expand, int8_rows, one_row, straight, stripwise, turned
+from quant.products import INT8_MULTIPLE, Expand, int8_rows, on_device, one_row, straight, stripwise, turned
 
 STRIP_ROWS = 4  # rows of x from which widening a weight pays, where half precision has no instructions of its own
 NATIVE_ROWS = 16  # rows of x from which strips in bfloat16 are faster than in float32, where it has instructions
@@ -113,7 +114,7 @@ class Kernels:
         def widen(start: int, stop: int, out: torch.Tensor, workspace: Workspace) -> None:
             expand(weight[start:stop], out, workspace)
 
-        scale = scale * EXPANDED
+        scale = scale * expansion(weight.dtype)
         out = stripwise(_rows(x), weight, widen, scale, bias, dtype=self._strip_dtype(x), run=self.run)
         return out.view(*x.shape[:-1], weight.shape[0])
 
@@ -130,7 +131,7 @@ class Kernels:
         if x.device.type != "cpu":
             widened = _by_block_scale(weight, scale, block)
             return self._on_device(x).float8_blocks(x, weight, scale, bias, block=block, widen=widened)
-        factors = scale * EXPANDED
+        factors = scale * expansion(weight.dtype)
 
         def widen(start: int, stop: int, out: torch.Tensor, workspace: Workspace) -> None:
             single = out.dtype == torch.float32
@@ -168,6 +169,14 @@ class Kernels:
             )  # fmt: skip
         dtype, scale = self._strip_dtype(x, least_rows=GROUPS_NATIVE_ROWS), blocks.row_scale
         out = stripwise(_rows(x), blocks.weight, blocks.widen, scale, bias, dtype=dtype, run=self.run)
+        return out.view(*x.shape[:-1], blocks.weight.shape[0])
+
+    def coded(self, x: torch.Tensor, blocks: CodedBlocks, bias: torch.Tensor | None) -> torch.Tensor:
+        """A weight of codes for 16 numbers in blocks (quant.nf4_strips)."""
+        if x.device.type != "cpu":
+            return on_device(x, blocks.weight, bias, blocks.numbers)
+        dtype = self._strip_dtype(x, least_rows=GROUPS_NATIVE_ROWS)
+        out = stripwise(_rows(x), blocks.weight, blocks.widen, None, bias, dtype=dtype, run=self.run)
         return out.view(*x.shape[:-1], blocks.weight.shape[0])
 
     def _on_device(self, x: torch.Tensor) -> OnDevice:

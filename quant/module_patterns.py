@@ -19,6 +19,7 @@ import re
 from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from math import factorial
 
 from quant.errors import QuantError
 
@@ -29,6 +30,10 @@ _MOST_REPEATS = 4  # *, + and {...} of one expression: the time grows with the n
 _LONGEST_NAME = 200  # that a regular expression is held against
 _MOST_OPTIONAL = 8  # ? of one expression: the time doubles with each
 _MOST_STARS = 8
+_USUAL_NAME = 50  # characters
+_MOST_STEPS = 4_000_000  # in which the expressions of one list are held against a usual name, by a bound that is crude
+_OF_ANY = 1000  # steps that even an expression counts for that repeats nothing: it is compiled
+_KEPT = 4096  # compiled expressions: a list is gone through once for every module
 _TOKENS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?[^)]|[*+?{][?+]?|.", re.DOTALL)
 
 
@@ -58,6 +63,24 @@ def check_pattern(pattern: str) -> None:
         raise QuantError(f"pattern {pattern[:60]!r}: has more than {_MOST_STARS} stars")
 
 
+def check_patterns(patterns: Iterable[str]) -> tuple[str, ...]:
+    """The patterns of one list. Raises QuantError for one of them, or for all where they could take for ever together:
+    each is held against every module."""
+    found = tuple(patterns)
+    steps = 0
+    for pattern in found:
+        check_pattern(pattern)
+        if pattern.startswith(REGEX):
+            repeats, _ = _counted(pattern.removeprefix(REGEX))
+            steps += max(_OF_ANY, _USUAL_NAME**repeats // factorial(repeats))
+            if steps > _MOST_STEPS:
+                raise QuantError(
+                    f"{len(found)} patterns: their expressions, such as {pattern[:60]!r}, are too many or repeat too "
+                    "often to be held against every module"
+                )
+    return found
+
+
 def _is_run(words: list[str], name: list[str]) -> bool:
     """Whether the words are a run of the name's; without their wrappers' words, that they begin it or all that follows
     its own wrappers' words."""
@@ -72,7 +95,7 @@ def _unwrapped(words: list[str]) -> list[str]:
     return words[first:]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=_KEPT)
 def _compiled(pattern: str) -> re.Pattern[str]:
     expression = pattern.removeprefix(REGEX)
     if fault := _slow(expression):
@@ -94,18 +117,25 @@ def _short(name: str) -> str:
 
 def _slow(expression: str) -> str | None:
     """What about the expression could take for ever, in words."""
-    repeats = optional = 0
     before = ""
     for token in _TOKENS.findall(expression):
-        kind = token[0] if len(token) <= 2 and token[0] in "*+?{" else ""
-        if kind and kind != "?":
-            repeats += 1
-            if before == ")" or re.fullmatch(r"\\[1-9]", before):
-                return f"repeats a group ({before}{kind})"
-        optional += kind == "?"
+        kind = _repetition(token)
+        if kind and kind != "?" and (before == ")" or re.fullmatch(r"\\[1-9]", before)):
+            return f"repeats a group ({before}{kind})"
         before = token
+    repeats, optional = _counted(expression)
     if repeats > _MOST_REPEATS:
         return f"repeats {repeats} times, more than {_MOST_REPEATS}"
     if optional > _MOST_OPTIONAL:
         return f"has {optional} optional parts, more than {_MOST_OPTIONAL}"
     return None
+
+
+def _counted(expression: str) -> tuple[int, int]:
+    """How often the expression repeats something, and how many parts of it are optional."""
+    kinds = [kind for kind in map(_repetition, _TOKENS.findall(expression)) if kind]
+    return len(kinds) - kinds.count("?"), kinds.count("?")
+
+
+def _repetition(token: str) -> str:
+    return token[0] if len(token) <= 2 and token[0] in "*+?{" else ""

@@ -3,7 +3,8 @@
 int8_per_channel has FBGEMM's layout, whose product multiplies int8 by int8 with sums in int32, after rounding the row
 of activations to 8 bits (7 where the CPU lacks the instructions that keep such sums from overflowing). It reads a
 weight 1.5 to 2 times as fast as the default, and is packed at 0.1 to 0.3 GB/s a thread: too slow to be done on a
-weight's way in. int4_per_group has the tiles of torch's int4 product (quant.tiled_int4), ten times as fast at one row.
+weight's way in. int4_per_group has the tiles of torch's int4 product (quant.tiled_int4), ten times as fast at one row;
+on a GPU too, in another order (quant.tiled_int4_device), and it is the only scheme with a packed form there.
 
 The other schemes are the same under "fast" as under "default". Their candidate, FBGEMM's float16 form, is slower at one
 row than the bfloat16 product where the CPU has instructions for that; where it has none it would double the memory to
@@ -23,6 +24,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Protocol
 
+from quant import tiled_int4_device
+from quant.dtypes import DType
 from quant.int4 import IntPerGroup
 from quant.int8 import Int8PerChannel
 from quant.scheme import Scheme
@@ -85,9 +88,19 @@ class FbgemmLinear:
         return sums.to(x.dtype).view(*x.shape[:-1], self.shape[0])
 
 
-def packed_nbytes(scheme: Scheme, sections: tuple[int, ...], in_features: int) -> int:
-    """Bytes that `pack` will take for such a weight at the most; 0 where the scheme has no packed form."""
+def reads_packed(scheme: Scheme, activations: DType) -> bool:
+    """Whether the product of the scheme's packed form takes activations of this dtype: for others none need be made."""
+    return activations is DType.BF16 or not isinstance(scheme, IntPerGroup)
+
+
+def packed_nbytes(scheme: Scheme, sections: tuple[int, ...], in_features: int, *, device: str = "cpu") -> int:
+    """Bytes that `pack` will take for such a weight at the most; 0 where the scheme has no packed form on a device of
+    this kind ("cpu", "cuda"). Which GPU it is, is not asked: an old one makes no copies."""
     rows = total_rows(sections)
+    if device != "cpu":
+        if isinstance(scheme, IntPerGroup) and tiled_int4_device.is_tileable(scheme, rows, in_features):
+            return tiled_int4_device.tiled_nbytes(scheme, rows, in_features)
+        return 0
     if isinstance(scheme, IntPerGroup) and is_tileable(scheme, rows, in_features):
         return tiled_nbytes(scheme, rows, in_features)
     return _nbytes(rows, in_features) if isinstance(scheme, Int8PerChannel) else 0
@@ -103,10 +116,11 @@ def pack(
 ) -> list[PackedLinear | None]:
     """Packed copies of weights (scheme, stored tensors), made on the threads of `kernels`; the stored stay.
 
-    None where there is no packed form: for other schemes, for sizes that the int4 product does not take and CPUs on
-    which it is slow, for devices other than CPUs, and for int8 in builds of torch without FBGEMM.
+    None where there is no packed form: for other schemes, for sizes that the int4 product does not take, CPUs on which
+    it is slow and devices that have none, and for int8 in builds of torch without FBGEMM and on other devices. A
+    device's copies are made in its current stream.
     """
-    found: list[PackedLinear | None] = [None] * len(weights)
+    found: list[PackedLinear | None] = [_packed_on_device(*weight) for weight in weights]
 
     def panel(index: int, scheme: Scheme, stored: Mapping[str, torch.Tensor]) -> Panel:
         def compute(workspace: Workspace) -> None:
@@ -117,6 +131,19 @@ def pack(
     with _deprecation_ignored():
         kernels.run([panel(index, *weight) for index, weight in enumerate(weights) if _packs(*weight)])
     return found
+
+
+def _packed_on_device(scheme: Scheme, stored: Mapping[str, torch.Tensor]) -> PackedLinear | None:
+    from quant.device_features import DeviceFeatures
+
+    weight = stored["weight"]
+    if weight.device.type == "cpu" or not isinstance(scheme, IntPerGroup):
+        return None
+    features = DeviceFeatures.detect(weight.device, triton=False)
+    rows, width = weight.shape
+    if not (tiled_int4_device.has_tiled_product(features) and tiled_int4_device.is_tileable(scheme, rows, 2 * width)):
+        return None
+    return tiled_int4_device.tile(stored, group_size=scheme.group_size)
 
 
 def _packs(scheme: Scheme, stored: Mapping[str, torch.Tensor]) -> bool:

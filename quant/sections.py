@@ -20,6 +20,11 @@ def row_range(sections: tuple[int, ...], index: int) -> slice:
     return slice(first, first + sections[index])
 
 
+def rows_at_once(most: int, *, multiple: int) -> int:
+    """How many rows a weight may be cut into runs of: about `most`, but whole ones of what is stored for `multiple`."""
+    return max(multiple, most // multiple * multiple) if multiple else most
+
+
 def cut_rows(
     stored: Mapping[str, torch.Tensor], *, rows: int, multiple: int, start: int, stop: int
 ) -> dict[str, torch.Tensor]:

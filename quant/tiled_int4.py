@@ -70,7 +70,7 @@ def is_tileable(scheme: Scheme, rows: int, in_features: int) -> bool:
         and scheme.scale_dtype is DType.BF16
         and not scheme.ordered
         and rows % ROW_MULTIPLE == 0
-        and _even(in_features) % scheme.group_size == 0
+        and even(in_features) % scheme.group_size == 0
     )
 
 
@@ -83,10 +83,11 @@ def most_rows() -> int:
 
 def tiled_nbytes(scheme: IntPerGroup, rows: int, in_features: int) -> int:
     """Bytes that the tiled copy takes."""
-    return rows * _even(in_features) // 2 + 4 * rows * (_even(in_features) // scheme.group_size)
+    return rows * even(in_features) // 2 + 4 * rows * (even(in_features) // scheme.group_size)
 
 
-def _even(number: int) -> int:
+def even(number: int) -> int:
+    """The number, or the next one that is even."""
     return number + number % 2
 
 
@@ -96,14 +97,21 @@ def tile(stored: Mapping[str, torch.Tensor], *, group_size: int) -> Int4Tiled:
 
     from quant.int4_codec import codes_of
 
-    weight, scale = stored["weight"], stored["weight_scale"]
+    weight = stored["weight"]
     tiled = torch.empty_like(weight)
     for start in range(0, weight.shape[0], _RUN_ROWS):
         codes = codes_of(weight[start : start + _RUN_ROWS], None, bits=4).int()
         # Whole tiles follow each other, so a run's are those of the whole weight.
         tiled[start : start + _RUN_ROWS] = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
+    return Int4Tiled(tiled, scales_and_zeros(stored), group_size, most_rows())
+
+
+def scales_and_zeros(stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Scale and zero of each group, [G, O, 2] in the scales' dtype: number = (code - 8) * scale + zero."""
+    import torch
+
+    scale = stored["weight_scale"]
     zeros = torch.zeros_like(scale)
     if "weight_zero_point" in stored:
         zeros = (8 - stored["weight_zero_point"].float()).mul_(scale.float()).to(scale.dtype)
-    both = torch.stack((scale.t(), zeros.t()), 2).contiguous()
-    return Int4Tiled(tiled, both, group_size, most_rows())
+    return torch.stack((scale.t(), zeros.t()), 2).contiguous()

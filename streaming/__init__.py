@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from layers.sampling_params import SamplingParams
     from streaming.async_llm import AsyncLLM
+    from streaming.encoder import EncoderWeights, open_encoder
     from streaming.errors import (
         BudgetError,
         CheckpointError,
@@ -48,6 +49,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointFormatError",
     "Completion",
+    "EncoderWeights",
     "Hooks",
     "LayerLoadError",
     "LayerState",
@@ -66,6 +68,7 @@ __all__ = [
     "TensorMismatchError",
     "WorkerError",
     "measure_quality",
+    "open_encoder",
     "open_llm",
 ]
 
@@ -73,6 +76,7 @@ _HOMES = {
     "AsyncLLM": "streaming.async_llm",
     "LLM": "streaming.llm",
     "Completion": "streaming.generate",
+    "EncoderWeights": "streaming.encoder",
     "Hooks": "streaming.hooks",
     "LayerState": "streaming.residency",
     "LoadOptions": "streaming.options",
@@ -84,6 +88,7 @@ _HOMES = {
     "StreamedModel": "streaming.model",
     "Summary": "streaming.stats",
     "measure_quality": "streaming.quality",
+    "open_encoder": "streaming.encoder",
     "open_llm": "streaming.llm",
 }
 

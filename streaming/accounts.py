@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from layers.weights import LayerSpec, ParamSpec
+from quant.disk_forms.form import DiskForm, disk_tensors
 from streaming.errors import LayerLoadError
 from streaming.plan import LoadItem
 
 _Run = tuple[int, int]
-_Runs = dict[str | None, list[_Run]]  # by stored tensor, where it is on disk in stored form; else None
+# By stored tensor, where it is on disk in stored form; by leaf, where it is there in another quantized form; else None.
+_Runs = dict[str | None, list[_Run]]
 
 
 class Accounts:
@@ -25,9 +27,9 @@ class Accounts:
 
     def note(self, item: LoadItem) -> None:
         """One item is where it belongs. Raises LayerLoadError when some of its rows were filled before."""
-        first = 0 if item.stored is not None else sum(item.param.section_rows[: item.section])
+        first = 0 if item.stored is not None else item.param.section_starts[item.section]
         start, stop = first + item.section_rows[0], first + item.section_rows[1]
-        key = item.stored or item.fills or None
+        key = item.stored or item.leaf or None
         runs = self._filled.setdefault(item.param.name, {}).setdefault(key, [])
         for other in runs:
             if start < other[1] and other[0] < stop:
@@ -55,12 +57,17 @@ def _gaps(param: ParamSpec, filled: _Runs) -> Iterator[str]:
             done = max(done, stop)
 
 
+def _needed(form: DiskForm, shape: tuple[int, int]) -> list[str]:
+    """The tensors on disk, by leaf, of which something is kept: several may make one stored tensor."""
+    return [one.leaf for one in disk_tensors(form, *shape) if one.fills and not one.optional]
+
+
 def _wanted(param: ParamSpec, filled: _Runs) -> Iterator[tuple[str | None, int, int]]:
-    """What must be filled: (stored tensor or None for wide numbers, first row, row behind the last)."""
+    """What must be filled: (stored tensor, leaf, or None for wide numbers, first row, row behind the last)."""
     if param.forms:
         first = 0
         for form, rows in zip(param.forms, param.run_rows, strict=True):
-            names = [None] if form is None else [one.fills for one in form.tensors(rows, param.shape[1]) if one.fills]
+            names = [None] if form is None else _needed(form, (rows, param.shape[1]))
             yield from ((name, first, first + rows) for name in names)
             first += rows
     elif any(stored is not None for stored in filled):

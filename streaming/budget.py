@@ -14,7 +14,7 @@ from layers.weights import ParamKind, ParamSpec
 from quant.dtypes import DType
 from streaming.checkpoint.tensors import TensorInfo
 from streaming.errors import BudgetError
-from streaming.plan import LoadItem, LoadPlan
+from streaming.plan import LayerPlan, LoadItem, LoadPlan
 from streaming.sizes import format_size
 
 DEFAULT_WINDOW_NBYTES = 128 << 20
@@ -47,13 +47,14 @@ def make_budget(
     cache_nbytes: int,
     limit_nbytes: int | None = None,
     packs: bool = False,
+    device: str = "cpu",
     file_nbytes: int = 0,
 ) -> Budget:
-    """The budget of a plan; `packs`: with packed copies. Raises BudgetError when the limit is too small, with what is
-    needed."""
+    """The budget of a plan; `packs`: with packed copies, as the device has them. Raises BudgetError when the limit is
+    too small, with what is needed."""
     window = choose_window(plan) if window_nbytes is None else window_nbytes
     staged = sum(item.nbytes for item in plan.items if not item.direct)
-    packed = copies_nbytes(plan) if packs else 0
+    packed = copies_nbytes(plan, device=device.partition(":")[0]) if packs else 0
     budget = Budget(
         plan.kept_nbytes, min(window, staged), convert_nbytes(plan), cache_nbytes, limit_nbytes, packed, file_nbytes
     )  # fmt: skip
@@ -83,6 +84,13 @@ def convert_nbytes(plan: LoadPlan) -> int:
     return wide + max((_turned_nbytes(item) for item in plan.items), default=0) + _picked_nbytes(plan.table)
 
 
+def passing_nbytes(layer: LayerPlan) -> int:
+    """What a layer takes on a device at the most while it passes, beside what is stored: one item each in the slice and
+    in the quantize stage, as it was read and in wide numbers, and what holds a weight until it is quantized anew."""
+    largest = max((item.nbytes + _wide_nbytes(item) for item in layer.items), default=0)
+    return 2 * largest + max((_arrival_nbytes(item) for item in layer.items if item.completes), default=0)
+
+
 def _is_converted(item: LoadItem) -> bool:
     if item.leaf:
         return False
@@ -105,24 +113,30 @@ def _wide_nbytes(item: LoadItem) -> int:
 
 
 def _turned_nbytes(item: LoadItem) -> int:
-    """Copies of a tensor that is read whole, of the other byte order or with rows in another order."""
+    """Copies of a tensor that is read whole, in the other byte order, and of one of a quantized weight that is decoded
+    and stored, one after the other."""
     info = item.tensor
-    return 0 if info.strides is None else item.nbytes * (bool(info.big_endian) + bool(info.rope_heads))
+    if item.leaf:
+        return 0 if info.is_plain else 2 * item.nbytes
+    return item.nbytes if info.strides is not None and info.big_endian else 0
 
 
 def _picked_nbytes(table: TensorInfo) -> int:
     return 0 if table.strides is None else table.nbytes + table.numel * table.dtype.itemsize
 
 
-def copies_nbytes(plan: LoadPlan) -> int:
-    """Packed copies of every layer, and what is held while one layer's are made: each weight twice more."""
-    layers = [sum(map(_packed_nbytes, layer.spec.params)) for layer in plan.layers]
+def copies_nbytes(plan: LoadPlan, *, device: str = "cpu") -> int:
+    """Packed copies of every layer, and what is held while one layer's are made: each weight twice more. `device`:
+    "cpu" or "cuda"."""
+    layers = [sum(_packed_nbytes(param, device) for param in layer.spec.params) for layer in plan.layers]
     return sum(layers) + 2 * max(layers, default=0)
 
 
-def _packed_nbytes(param: ParamSpec) -> int:
+def _packed_nbytes(param: ParamSpec, device: str) -> int:
     if param.kind is not ParamKind.LINEAR:
         return 0
-    from quant.packed import packed_nbytes
+    from quant.packed import packed_nbytes, reads_packed
 
-    return packed_nbytes(param.scheme, param.section_rows, param.shape[1])
+    if not reads_packed(param.scheme, param.dtype):
+        return 0
+    return packed_nbytes(param.scheme, param.section_rows, param.shape[1], device=device)

@@ -41,4 +41,5 @@ def _column_words(zeros: torch.Tensor) -> torch.Tensor:
     """A zero point a byte, U8 [O, G], as I32 [ceil(O / 8), G]: eight rows a word, the first one lowest."""
     padded = F.pad(zeros, (0, 0, 0, -zeros.shape[0] % _CODES_A_WORD)).view(-1, _CODES_A_WORD, zeros.shape[1])
     pairs = padded[:, 0::2] | (padded[:, 1::2] << 4)  # [words, 4, G]
-    return pairs.transpose(1, 2).contiguous().view(torch.int32).squeeze(-1)
+    words = pairs.transpose(1, 2).reshape(-1).view(torch.int32)  # one run of bytes: a lone group's strides are no words
+    return words.view(padded.shape[0], zeros.shape[1])

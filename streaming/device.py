@@ -19,9 +19,10 @@ import torch
 from layers.weights import ParamSpec
 from quant.dtypes import to_torch
 from quant.scheme import StoredSpec
+from streaming.budget import passing_nbytes
 from streaming.errors import BudgetError, OptionError
 from streaming.kept_maps import KeptMaps
-from streaming.plan import LoadItem, LoadPlan
+from streaming.plan import LayerPlan, LoadItem, LoadPlan
 from streaming.read_plan import ALIGNMENT, ReadPlan, Region
 from streaming.reader import Reader
 from streaming.sizes import format_size
@@ -69,6 +70,11 @@ class Device(Protocol):
 
     def discard(self, param: str) -> None:
         """Give the memory of a parameter back that nothing reads any more."""
+        ...
+
+    def make_room(self, layer: LayerPlan | None) -> None:
+        """Before a layer's first bytes: give back what earlier layers' passage has left, where memory is short. None:
+        no layer is left to come."""
         ...
 
     def check(self, layer: str) -> None:
@@ -137,6 +143,9 @@ class CpuDevice:
             offset = self._reader_plan.final_offsets.get((param, name))
             if offset is not None:
                 _punch(self._final, offset, tensor.nbytes)
+
+    def make_room(self, layer: LayerPlan | None) -> None:
+        """Nothing is kept aside: the window is used again."""
 
     def check(self, layer: str) -> None:
         if self._maps is not None:
@@ -278,6 +287,13 @@ def check_room(name: str, *, needed: int, free: int, total: int) -> None:
         )
 
 
+def gives_back(*, free: int, cached: int, needed: int, unified: bool) -> bool:
+    """Whether the allocator's `cached` bytes go back to the driver before a layer that takes `needed` on its way in:
+    where less is free. The driver waits for the whole device when it takes memory, so it is not done for nothing.
+    Always where the device's memory is the host's (`unified`): the reader and the window live there too."""
+    return cached > 0 and (unified or free < needed)
+
+
 class CudaDevice:
     """Stored tensors on a GPU; every item goes through the page-locked window on a stream of its own."""
 
@@ -302,8 +318,11 @@ class CudaDevice:
 
     def _check_room(self, needed: int) -> None:
         free, total = torch.cuda.mem_get_info(self.torch_device)
-        cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
-        check_room(str(self.torch_device), needed=needed, free=free + cached, total=total)
+        check_room(str(self.torch_device), needed=needed, free=free + self._cached(), total=total)
+
+    def _cached(self) -> int:
+        """Bytes that torch's allocator holds and nobody uses."""
+        return torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
 
     def staged(self, item: LoadItem) -> torch.Tensor:
         return _staged(self._pinned.bytes if self._pinned else None, self._read_plan, item)
@@ -331,6 +350,16 @@ class CudaDevice:
 
     def discard(self, param: str) -> None:
         del self.stored[param]  # its last reader is the forward pass, in whose order the memory is used again
+
+    def make_room(self, layer: LayerPlan | None) -> None:
+        cached = self._cached()
+        if cached == 0:
+            return
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        unified = bool(torch.cuda.get_device_properties(self.torch_device).is_integrated)
+        needed = 0 if layer is None else passing_nbytes(layer)
+        if gives_back(free=free, cached=cached, needed=needed, unified=unified):
+            torch.cuda.empty_cache()
 
     def check(self, layer: str) -> None:
         """Nothing to look at: it is all on the device."""

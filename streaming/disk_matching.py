@@ -6,9 +6,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from layers.name_lookup import NameLookup
-from layers.weights import Dropped, LayerSpec, ParamKind, ParamSpec, WeightMap
-from quant.disk_forms.form import DiskForm, FoundTensor, Method, PartedForm
+from layers.weights import Dropped, LayerSpec, ParamKind, ParamSpec, Target
+from quant.disk_forms.form import (
+    DiskForm,
+    DiskTensor,
+    FoundTensor,
+    Method,
+    PartedForm,
+    RenamesLeaves,
+    disk_tensors,
+)  # fmt: skip
 from quant.errors import QuantError
 from quant.scheme import Scheme
 from quant.wide import Wide
@@ -17,11 +24,11 @@ from streaming.stated_quantization import SIDE_FILES
 
 # The ends of the names of codes -> those of their scales, one of which is there.
 _CODES = {
-    "weight": ("weight_scale_inv", "weight_scale", "weight_absmax", "SCB"),
+    "weight": ("weight_scale_inv", "weight_scale", "weight.absmax", "SCB"),
     "qweight": ("scales",),
     "weight_packed": ("weight_scale",),
 }
-_QUANTIZED = (ParamKind.LINEAR, ParamKind.HEAD)
+_QUANTIZED = (ParamKind.LINEAR, ParamKind.HEAD, ParamKind.ABSORBED)
 Group = tuple[str, Mapping[str, TensorInfo]]  # a module's name in the checkpoint, and its tensors there by leaf
 
 
@@ -42,14 +49,18 @@ class _Found:
 
 
 def find_forms(
-    tensors: Mapping[str, TensorInfo], specs: Sequence[LayerSpec], weight_map: WeightMap, *, method: Method
+    tensors: Mapping[str, TensorInfo],
+    specs: Sequence[LayerSpec],
+    *,
+    located: Mapping[str, Target | Dropped],
+    method: Method,
 ) -> OnDisk:
-    """Give every linear weight the form in which the checkpoint holds it.
+    """Give every linear weight the form in which the checkpoint holds it. `located`: where each tensor goes.
 
     It is kept as it is there, or quantized anew where its scheme was asked for; where the parts of a fused weight are
     of several forms they are dequantized, and it is kept wide. What the configuration excludes is not quantized.
     """
-    groups = _groups(tensors, specs, weight_map)
+    groups = _groups(tensors, specs, located)
     found = _Found()
 
     def with_forms(param: ParamSpec) -> ParamSpec:
@@ -61,14 +72,13 @@ def find_forms(
 
 
 def _groups(
-    tensors: Mapping[str, TensorInfo], specs: Sequence[LayerSpec], weight_map: WeightMap
+    tensors: Mapping[str, TensorInfo], specs: Sequence[LayerSpec], located: Mapping[str, Target | Dropped]
 ) -> dict[str, dict[tuple[int, int], Group]]:
     """parameter -> (first section, stop) -> the module and its tensors, by leaf."""
     linear = {p.name.rpartition(".")[0]: p.name for spec in specs for p in spec.params if p.kind in _QUANTIZED}
-    lookup = NameLookup(weight_map)
     groups: dict[str, dict[tuple[int, int], tuple[str, dict[str, TensorInfo]]]] = defaultdict(dict)
     for name, info in tensors.items():
-        target = lookup.locate(name)
+        target = located[name]
         if isinstance(target, Dropped):
             continue
         param = linear.get(target.param.rpartition(".")[0])
@@ -84,7 +94,7 @@ def _with_forms(param: ParamSpec, runs: Mapping[tuple[int, int], Group], method:
     for first, stop in _tiled(runs, len(param.sections)):
         rows = param.section_rows[first:stop]
         form = _form_of(runs.get((first, stop)), (sum(rows), param.shape[1]), method, found)
-        forms.append(form.with_parts(rows) if isinstance(form, PartedForm) else form)
+        forms.append(form if form is None or len(rows) == 1 else _of_parts(form, rows))
         counts.append(stop - first)
     asked = param.scheme.name != "none"
     excluded = asked and any(method.excludes(module) for module, _ in runs.values())
@@ -92,6 +102,11 @@ def _with_forms(param: ParamSpec, runs: Mapping[tuple[int, int], Group], method:
         return replace(param, scheme=Wide()) if excluded else param
     scheme = _scheme_of(param, forms, excluded=excluded, found=found)
     return replace(param, scheme=scheme, forms=tuple(forms), runs=tuple(counts))
+
+
+def _of_parts(form: DiskForm, rows: tuple[int, ...]) -> DiskForm:
+    found: object = form  # what is a DiskForm may be a PartedForm besides
+    return found.with_parts(rows) if isinstance(found, PartedForm) else form
 
 
 def _tiled(runs: Iterable[tuple[int, int]], sections: int) -> Iterator[tuple[int, int]]:
@@ -117,6 +132,8 @@ def _form_of(group: Group | None, shape: tuple[int, int], method: Method, found:
 
 
 def _scheme_of(param: ParamSpec, forms: Sequence[DiskForm | None], *, excluded: bool, found: _Found) -> Scheme:
+    if param.kind is ParamKind.ABSORBED:
+        return Wide()
     kept = {form.kept for form in forms if form is not None}
     asked = param.scheme.name != "none" and not excluded
     if asked:
@@ -150,6 +167,20 @@ def _notes(found: _Found) -> Iterator[str]:
         )
 
 
+def read_as_leaves(tensors: Mapping[str, TensorInfo], method: Method) -> dict[str, TensorInfo] | None:
+    """The tensors by names of which the last word is the leaf, where the method's have more; None where none has."""
+    stated: object = method  # what is a Method may be a RenamesLeaves besides
+    if not isinstance(stated, RenamesLeaves):
+        return None
+    found: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        module, dot, rest = name.partition(".weight.")
+        leaf = stated.leaves.get(f"weight.{rest}") if dot else None
+        plain = name if leaf is None else f"{module}.{leaf}"
+        found[name if plain in tensors else plain] = info
+    return None if found.keys() == tensors.keys() else found
+
+
 def unstated_quantization(tensors: Mapping[str, TensorInfo]) -> str | None:
     """What to tell of a checkpoint without a quantization_config that holds codes with scales; None where it holds
     none."""
@@ -172,12 +203,8 @@ def unstated_quantization(tensors: Mapping[str, TensorInfo]) -> str | None:
 # --- tensors to their places
 
 
-def coded_problem(info: TensorInfo, leaf: str, form: DiskForm, shape: tuple[int, int]) -> str | None:
-    """What is wrong with one tensor of a form, from its header; None where nothing is.
-
-    `leaf` must be one of the form's; `shape`: [rows, in_features] of the weight.
-    """
-    wanted = next(one for one in form.tensors(*shape) if one.leaf == leaf)
+def coded_problem(info: TensorInfo, wanted: DiskTensor, form: DiskForm) -> str | None:
+    """What is wrong with one tensor of a form, from its header; None where nothing is. `wanted`: what it is to be."""
     where = f"{info.name} in {info.file.name}"
     if info.shape not in wanted.shapes:
         shapes = " or ".join(str(list(one)) for one in wanted.shapes)
@@ -190,4 +217,4 @@ def coded_problem(info: TensorInfo, leaf: str, form: DiskForm, shape: tuple[int,
 
 def missing_leaves(form: DiskForm, there: Iterable[str], shape: tuple[int, int]) -> list[str]:
     """The tensors that a form needs and that are not there."""
-    return [one.leaf for one in form.tensors(*shape) if not one.optional and one.leaf not in there]
+    return [one.leaf for one in disk_tensors(form, *shape) if not one.optional and one.leaf not in there]

@@ -85,7 +85,7 @@ def _shapes(specs: Sequence[LayerSpec], names: WeightMap) -> dict[str, tuple[tup
 def own_names(names: WeightMap) -> WeightMap:
     """How made-up tensors are called: as the parameters are, with the parts of fused ones by themselves; each matrix
     is [out, in]."""
-    return WeightMap(stacked=names.stacked)
+    return WeightMap(stacked=names.stacked, experts=names.experts)
 
 
 def _made_up(name: str, shape: tuple[int, ...], dtype: DType, *, pattern: str) -> TensorInfo:

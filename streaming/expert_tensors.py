@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from layers.fused_experts import expert_name, is_fused, lie_transposed
+from layers.fused_experts import expert_name, holds_gate_up, is_fused, is_fused_weight, lie_transposed
 from layers.weights import LayerSpec
 from streaming.checkpoint.tensors import TensorInfo
 
 
 def by_expert(
-    tensors: Mapping[str, TensorInfo], specs: Sequence[LayerSpec], *, usually_transposed: bool
+    tensors: Mapping[str, TensorInfo], specs: Sequence[LayerSpec], *, usually_transposed: bool, interleaved: bool
 ) -> Mapping[str, TensorInfo]:
     """The tensors, each that holds all experts replaced by one per expert; `usually_transposed`: the family's files
-    hold an expert as [in, out].
+    hold an expert as [in, out]. `interleaved`: outputs of an expert's gate and up take turns; loading puts them right.
 
     Their names are the experts' own; `TensorInfo.name` stays what it is in the file.
     """
@@ -27,14 +27,20 @@ def by_expert(
     for name in fused:
         whole = tensors[name]
         for expert in range(whole.shape[0]):
-            found[expert_name(name, expert)] = _part(whole, expert, transposed=transposed)
+            part = _part(whole, expert, transposed=transposed and is_fused_weight(name))
+            if interleaved and holds_gate_up(name):
+                part = replace(part, rope_heads=1)
+            found[expert_name(name, expert)] = part
     return found
 
 
 def _transposed(
     fused: Sequence[str], tensors: Mapping[str, TensorInfo], specs: Sequence[LayerSpec], *, usually: bool
 ) -> bool:
-    down = next(p for spec in specs for p in spec.params if p.name.endswith(".experts.down_proj.weight"))
+    params = (param for spec in specs for param in spec.params)
+    down = next((param for param in params if param.name.endswith(".experts.down_proj.weight")), None)
+    if down is None:  # no layer is sparse: they will have no home
+        return usually
     shapes = [tensors[name].shape for name in fused if name.endswith(".down_proj")]
     return lie_transposed(shapes, rows=down.section_rows[0], in_features=down.shape[1], usually=usually)
 

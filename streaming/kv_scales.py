@@ -10,9 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from typing import cast
 
 from layers.kv_forms import cache_form
 from layers.kv_scales import KVPart, kv_scale_name
+from layers.model_config import ModelConfig
 from quant.dtypes import DType
 from streaming.checkpoint.tensors import Checkpoint, TensorInfo
 from streaming.errors import CheckpointError
@@ -26,7 +28,6 @@ ReadTensors = Callable[[Sequence[TensorInfo]], Sequence[bytes]]
 LEAST, MOST = 1e-30, 1e30  # far from where float32 ends, scaled by what decoding needs
 USED = "KV-cache scale: read by the cache itself"
 NEEDLESS = "KV-cache scale: the cache makes its own"
-NOT_IN_SHARDS = "--kv-cache-dtype fp8: folders of save-shards hold no KV-cache scales; 1 is used for every layer"
 
 
 def cache_scales(
@@ -44,9 +45,47 @@ def cache_scales(
     if form != "fp8":
         return _reworded(plan, found, NEEDLESS), None
     if checkpoint.saved is not None:
-        return replace(plan, warnings=(*plan.warnings, NOT_IN_SHARDS)), None
+        return plan, _saved_scales(checkpoint, num_layers)
     scales = _by_layer(found, (read or read_tensors)(found), num_layers) if found else None
     return _reworded(plan, found, USED), scales
+
+
+def scales_on_device(scales: KVScales | None, *, cache_dtype: str, config: ModelConfig, fnuz: bool) -> KVScales | None:
+    """The scales of a cache on its device: doubled, those of 1 too, where an fp8 cache holds e4m3fnuz (`fnuz`), whose
+    codes stand for half the numbers. What a checkpoint or a folder of shards holds is never doubled."""
+    if not fnuz or cache_form(cache_dtype) != "fp8":
+        return scales
+    return tuple((2 * keys, 2 * values) for keys, values in scales or ((1.0, 1.0),) * config.num_layers)
+
+
+def scales_to_save(
+    plan: LoadPlan, checkpoint: Checkpoint, *, num_layers: int, read: ReadTensors | None = None
+) -> KVScales | str | None:
+    """The scales that the checkpoint holds, whatever cache this load has; None where it holds none; what is wrong with
+    them, which only a load with an fp8 cache is refused for, where they are not usable."""
+    reasons = (CACHE_SCALE, USED, NEEDLESS)
+    named = {name for name, reason in plan.dropped.items() if reason in reasons and kv_scale_name(name)}
+    found = [info for info in checkpoint.tensors.values() if info.name in named]
+    try:
+        return _by_layer(found, (read or read_tensors)(found), num_layers) if found else None
+    except CheckpointError as error:
+        return str(error)
+
+
+def _saved_scales(checkpoint: Checkpoint, num_layers: int) -> KVScales | None:
+    """What save-shards has written of them."""
+    assert checkpoint.saved is not None
+    found = checkpoint.saved["kv_scales"]
+    if isinstance(found, str):
+        raise CheckpointError(f"{checkpoint.name}: {found}")
+    if found is not None and len(found) != num_layers:
+        raise CheckpointError(f"{checkpoint.name}: kv_scales are of {len(found)} layers; the model has {num_layers}")
+    return None if found is None else tuple((float(keys), float(values)) for keys, values in found)
+
+
+def is_scale(number: object) -> bool:
+    """Whether a cache can be scaled by it."""
+    return type(number) in (int, float) and LEAST <= cast(float, number) <= MOST  # NaN is neither
 
 
 def _reworded(plan: LoadPlan, infos: Sequence[TensorInfo], reason: str) -> LoadPlan:
@@ -92,7 +131,7 @@ def _number(info: TensorInfo, data: bytes) -> float:
     if info.dtype is DType.BF16:
         held = held + b"\0\0" if info.big_endian else b"\0\0" + held
     (number,) = struct.unpack(order + formats[info.dtype], held)
-    if not LEAST <= number <= MOST:  # NaN is neither
+    if not is_scale(number):
         raise CheckpointError(f"{info.name} is {number:g}: a KV-cache scale is a number from {LEAST:g} to {MOST:g}")
     return float(number)
 

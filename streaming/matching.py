@@ -79,6 +79,17 @@ def match_names(tensors: Mapping[str, TensorInfo], specs: Sequence[LayerSpec], h
     only a training process leaves behind (TRAINING_WORDS) is read so when that is asked for: such a file is more often
     a snapshot of a run than a model to be served.
     """
+    if how.method is not None:
+        from streaming.disk_matching import read_as_leaves
+
+        if (renamed := read_as_leaves(tensors, how.method)) is not None:
+            found = _match_names(renamed, specs, how)
+            found.unwrapped = found.unwrapped or {name: info.name for name, info in renamed.items()}
+            return found
+    return _match_names(tensors, specs, how)
+
+
+def _match_names(tensors: Mapping[str, TensorInfo], specs: Sequence[LayerSpec], how: Matching) -> Sources:
     plain = _match(tensors, specs, how)
     if not plain.problems:
         return plain
@@ -116,19 +127,25 @@ def _match(tensors: Mapping[str, TensorInfo], specs: Sequence[LayerSpec], how: M
     if how.weight_map.experts:
         from streaming.expert_tensors import by_expert
 
-        tensors = by_expert(tensors, specs, usually_transposed=how.weight_map.fused_transposed)
+        tensors = by_expert(
+            tensors,
+            specs,
+            usually_transposed=how.weight_map.fused_transposed,
+            interleaved=how.weight_map.fused_interleaved,
+        )
+    lookup = NameLookup(how.weight_map)
+    located = {name: lookup.locate(name) for name in tensors}
     if how.method is not None:
         from streaming.disk_matching import find_forms
 
-        on_disk = find_forms(tensors, specs, how.weight_map, method=how.method)
+        on_disk = find_forms(tensors, specs, located=located, method=how.method)
         found.specs, found.unreadable = on_disk.specs, dict(on_disk.problems)
         found.notes += on_disk.notes
     params = {param.name: param for spec in found.specs for param in spec.params}
     coded = {param.name.rpartition(".")[0]: param for param in params.values() if param.forms}
     shared: list[TensorInfo] = []
-    lookup = NameLookup(how.weight_map)
     for name, info in tensors.items():
-        target = lookup.locate(name)
+        target = located[name]
         if isinstance(target, Dropped):
             found.dropped[info.name] = target.reason
         elif (weight := coded.get(target.param.rpartition(".")[0])) and _place_coded(found, name, info, target, weight):
@@ -174,22 +191,23 @@ def _place(found: Sources, info: TensorInfo, target: Target, param: ParamSpec) -
 
 def _place_coded(found: Sources, name: str, info: TensorInfo, target: Target, param: ParamSpec) -> bool:
     """Whether the tensor is a part of what a weight is on disk in quantized form; then it has its home."""
+    from quant.disk_forms.form import disk_tensors
     from streaming.disk_matching import coded_problem
 
     if target.stop > len(param.sections):
         return False
     run = param.run_at(target.first)
     form, leaf, shape = param.forms[run], name.rpartition(".")[2], (param.run_rows[run], param.shape[1])
-    whole = target.first == sum(param.runs[:run]) and target.stop - target.first == param.runs[run]
+    whole = target.first == param.run_starts[run] and target.stop - target.first == param.runs[run]
     if form is None or not whole:
         return False
-    wanted = next((one for one in form.tensors(*shape) if one.leaf == leaf), None)
+    wanted = next((one for one in disk_tensors(form, *shape) if one.leaf == leaf), None)
     if wanted is None:
         return False
     if not wanted.fills:
         found.dropped[info.name] = wanted.unused
         return True
-    if problem := coded_problem(info, leaf, form, shape):
+    if problem := coded_problem(info, wanted, form):
         found.mismatched.append(problem)
     taken = found.coded.setdefault(param.name, {}).setdefault(run, {})
     if leaf in taken:
@@ -306,8 +324,8 @@ def _find_missing_codes(found: Sources, param: ParamSpec, weight_map: WeightMap)
         if form is not None:
             yield from range(section, section + count)
             there = found.coded.get(param.name, {}).get(run, {})
-            module = checkpoint_name(param, section, weight_map).rpartition(".")[0]
             for leaf in missing_leaves(form, there, (param.run_rows[run], param.shape[1])):
+                module = checkpoint_name(param, section, weight_map).rpartition(".")[0]
                 found.missing.append(f"{module}.{leaf} is missing (the weight is {form.name})")
         section += count
 
@@ -316,10 +334,22 @@ def checkpoint_name(param: ParamSpec, section: int, weight_map: WeightMap) -> st
     """What a checkpoint usually calls the tensor that fills this section."""
     module, _, leaf = param.name.rpartition(".")
     parent, _, last = module.rpartition(".")
+    if parent.endswith(".experts"):
+        return f"{parent}.{_in_expert(last, section, weight_map)}.{leaf}"
     for rule in weight_map.stacked:
         if rule.target == last and rule.first <= section < rule.stop:
             return f"{parent}.{rule.source}.{leaf}"
     return param.name
+
+
+def _in_expert(projection: str, section: int, weight_map: WeightMap) -> str:
+    """The number of the expert that this section of a projection of all experts is in, and what the section is called
+    there."""
+    rules = [rule for rule in weight_map.experts if rule.target == projection]
+    of = rules[0].of if rules else 1
+    expert, part = divmod(section, of)
+    source = next((rule.source for rule in rules if rule.first <= part < rule.stop), projection)
+    return f"{expert}.{source}"
 
 
 def holds_both_tied(tensors: Mapping[str, TensorInfo], weight_map: WeightMap) -> bool:

@@ -20,9 +20,10 @@ import anyio
 import anyio.to_thread
 
 from layers.decoder import DecoderModel, build_shell
-from layers.kv_cache import KVCache, kv_cache_nbytes
+from layers.kv_cache import KVCache, cache_room_nbytes, kv_cache_nbytes
 from layers.kv_codec import Room
 from layers.weights import ParamKind
+from quant.device_features import DeviceFeatures
 from quant.kernels import KernelMode, Kernels
 from streaming.clock import RunClock
 from streaming.device import Device, StoredTensors, open_device
@@ -31,9 +32,11 @@ from streaming.errors import BudgetError, OptionError, StreamClosedError, Stream
 from streaming.forward_thread import ForwardThread, Job, RequestCancelled
 from streaming.generate import Completion, Piece, Request, Timing, generate
 from streaming.hooks import Hooks
+from streaming.kv_scales import scales_on_device
 from streaming.memory_watch import MemoryWatch
 from streaming.panel_pool import PanelPool
 from streaming.pipeline import Pipeline
+from streaming.post_processing import NO_PROCESSING, PostProcessing, plan_processing
 from streaming.prepare import Prepared
 from streaming.reader import Reader
 from streaming.residency import LayerState, Residency
@@ -43,7 +46,8 @@ from streaming.sizes import format_size
 from streaming.stages import is_quantized
 from streaming.stats import Summary
 from streaming.tokenizer import Tokenizer
-from streaming.trace import Tracer, lane_seconds
+from streaming.trace import Tracer, lane_seconds, lanes_in_order
+from streaming.warm_up import DeviceWarmUp, warm_up_device
 from streaming.weight_checks import WeightChecks
 
 logger = logging.getLogger(__name__)
@@ -59,6 +63,7 @@ class StreamedModel:
     tracer: Tracer
     clock: RunClock
     watch: MemoryWatch
+    features: DeviceFeatures = field(default_factory=DeviceFeatures)
     load_error: BaseException | None = None
     told: BaseException | None = None  # the load's error, once somebody has been given it
     warnings: list[str] = field(default_factory=list)
@@ -70,6 +75,7 @@ class StreamedModel:
     _begun: int = 0  # how many completions there were when the last generation began
     _cache_nbytes: int = 0
     _room: Room | None = None  # what all caches decode into, one after the other
+    _room_nbytes: int = 0  # the most that it may have come to: it is kept
 
     # --- readiness
 
@@ -129,7 +135,7 @@ class StreamedModel:
         self.told = error
 
     def _generate(self, requests: list[Request], tokenizer: Tokenizer | None, job: Job) -> Iterator[Piece | Completion]:
-        self._cache_nbytes, self._begun = 0, len(self._completions)
+        self._cache_nbytes, self._begun = self._room_nbytes, len(self._completions)
         timing = self._timing = Timing()
         stop, marked = partial(self._stop, job), bool(self._completions)
         made = generate(self.runner, requests, tokenizer=tokenizer, new_cache=self.new_cache, stop=stop, timing=timing)
@@ -174,7 +180,10 @@ class StreamedModel:
         config, dtype, kept = self.prepared.config, self.prepared.dtype, self.prepared.options.kv_cache_dtype
         tokens = min(max_tokens, self.context_length)
         budget = self.prepared.budget
-        self._cache_nbytes += kv_cache_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=kept)
+        room = cache_room_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=kept)
+        more = max(0, room - self._room_nbytes)
+        self._cache_nbytes += kv_cache_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=kept) + more
+        self._room_nbytes += more
         needed = budget.peak_nbytes - budget.cache_nbytes + self._cache_nbytes
         if budget.limit_nbytes is not None and needed > budget.limit_nbytes:
             raise BudgetError(
@@ -185,7 +194,8 @@ class StreamedModel:
         self._room = self._room or Room(device)
         return KVCache(
             config, max_tokens=tokens, dtype=dtype, device=str(device), cache_dtype=kept,
-            scales=self.prepared.kv_scales, room=self._room,
+            scales=scales_on_device(self.prepared.kv_scales, cache_dtype=kept, config=config, fnuz=self.features.fnuz),
+            room=self._room, fnuz=self.features.fnuz,
         )  # fmt: skip
 
     # --- accounts
@@ -221,7 +231,7 @@ class StreamedModel:
             limit_bytes=self.prepared.budget.limit_nbytes,
             window_bytes=self.prepared.read_plan.window_nbytes,
             stalls=dict(self.residency.stalls),
-            stages={lane: value for lane, value in seconds.items() if lane != "stall"},
+            stages=stage_seconds(seconds),
             layers_by_scheme=layers_by_scheme(self.prepared),
             quantize_s=self._quantize_s(),
             load_format=self.prepared.checkpoint.format,
@@ -273,6 +283,12 @@ def _between(begin: float | None, end: float | None) -> float | None:
     return None if begin is None or end is None else end - begin
 
 
+def stage_seconds(lanes: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by stage, as they run one after the other; post-processing too where no weight needed any."""
+    seconds = {"post-process": 0.0, **lanes}
+    return {lane: seconds[lane] for lane in lanes_in_order(seconds) if lane != "stall"}
+
+
 def layers_by_scheme(prepared: Prepared) -> dict[str, int]:
     """How many layers keep their projections in which scheme ("none" for wide ones)."""
     counts: Counter[str] = Counter()
@@ -297,7 +313,11 @@ async def run_model(
     """
     device = open_device(prepared.options.device, prepared.plan, reader)
     try:
-        streamed = _assemble(prepared, reader, device, tracer=tracer, clock=clock, hooks=hooks)
+        features = DeviceFeatures.detect(device.torch_device, triton=False)
+        processing = plan_processing(prepared.specs, features) if prepared.post_process else NO_PROCESSING
+        streamed = _assemble(
+            prepared, reader, device, processing, features=features, tracer=tracer, clock=clock, hooks=hooks
+        )
     except BaseException:
         device.close()
         raise
@@ -306,6 +326,11 @@ async def run_model(
         prepared.plan, reader, device, streamed.residency, tracer,
         threads=streamed.runner.threads.loading, check_weights=prepared.options.check_weights,
         hooks=told, checks=WeightChecks(norm=prepared.config.norm), workers=streamed.workers,
+        processing=processing,
+    )  # fmt: skip
+    warming = warm_up_device(
+        prepared.options.device, processing.shell_specs(prepared.specs),
+        device=device.torch_device, kernels=streamed.runner.kernels,
     )  # fmt: skip
     failure: BaseException | None = None
     try:
@@ -319,7 +344,7 @@ async def run_model(
             tasks.cancel_scope.cancel()
     finally:
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(_shut_down, streamed, device, reader)
+            await anyio.to_thread.run_sync(_shut_down, streamed, device, reader, warming)
     if failure is not None:
         raise failure
     if streamed.load_error is not None and streamed.told is not streamed.load_error:
@@ -330,14 +355,16 @@ def _assemble(
     prepared: Prepared,
     reader: Reader,
     device: Device,
+    processing: PostProcessing,
     *,
+    features: DeviceFeatures,
     tracer: Tracer,
     clock: RunClock,
     hooks: Hooks,
 ) -> StreamedModel:
     with tracer.span("shell", "modules"):
-        shell = build_shell(prepared.config, prepared.specs)
-        attach(shell, device.stored)
+        shell = build_shell(prepared.config, processing.shell_specs(prepared.specs))
+        attach(shell, processing.seen(device.stored))
     residency = Residency([spec.name for spec in prepared.specs if spec.params], tracer, check=device.check)
     options = prepared.options
     panels = PanelPool()
@@ -351,7 +378,7 @@ def _assemble(
     )  # fmt: skip
     pid = reader.pid
     watch = MemoryWatch(shared=lambda: reader.shared_nbytes, pids=lambda: [] if pid is None else [pid])
-    streamed = StreamedModel(prepared, residency, runner, tracer, clock, watch)
+    streamed = StreamedModel(prepared, residency, runner, tracer, clock, watch, features)
     for text in prepared.warnings:
         _note(streamed, hooks.warn, text)
     return streamed
@@ -384,8 +411,10 @@ def attach(shell: DecoderModel, stored: StoredTensors) -> None:
             shell.assign(f"{module}.{name}", tensor)
 
 
-def _shut_down(streamed: StreamedModel, device: Device, reader: Reader) -> None:
+def _shut_down(streamed: StreamedModel, device: Device, reader: Reader, warming: DeviceWarmUp | None) -> None:
     streamed.join()
+    if warming is not None:
+        warming.close()
     streamed.watch.close()
     streamed.runner.rows.close()
     streamed.runner.panels.close()

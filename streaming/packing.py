@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 from layers.linear import Linear
 from quant.kernels import Kernels
-from quant.packed import pack
+from quant.packed import pack, reads_packed
 from streaming.runner import ModelRunner
+from streaming.trace import OpenSpan
 
 
 def pack_layers(runner: ModelRunner, *, stop: Callable[[], None]) -> int:
@@ -23,12 +24,22 @@ def pack_layers(runner: ModelRunner, *, stop: Callable[[], None]) -> int:
     """
     nbytes = 0
     for name, layer in zip(runner.layers, runner.model.layers, strict=True):
-        with runner.residency.lease(name, stop=stop), runner.tracer.span("post-process", f"pack {name}", layer=name):
+        with runner.residency.lease(name, stop=stop) as moment, _span(runner, name):
+            runner.device.order_after(moment)
             stop()
             linears = [module for module in layer.modules() if isinstance(module, Linear)]
-            _pack([module for module in linears if module.packed is None], runner.kernels)
+            _pack([module for module in linears if _is_due(module)], runner.kernels)
             nbytes += sum(module.packed.nbytes for module in linears if module.packed is not None)
     return nbytes
+
+
+def _span(runner: ModelRunner, name: str) -> OpenSpan:
+    return runner.tracer.span("post-process", f"pack {name}", layer=name)
+
+
+def _is_due(module: Linear) -> bool:
+    """Activations are of the dtype that the module's weight has when it is wide."""
+    return module.packed is None and reads_packed(module.scheme, module.dtype)
 
 
 def _pack(modules: Sequence[Linear], kernels: Kernels) -> None:

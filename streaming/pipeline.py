@@ -3,7 +3,8 @@
     reader ──pieces──► collect ──items──► slice ──► quantize ──► publish ──► residency
 
 `collect` learns which pieces have landed and passes items on in plan order. `slice` decodes and converts, `quantize`
-makes the stored form, `publish` tells the residency table. Between the stages nothing is buffered, so at most one wide
+makes the stored form (and behind a layer's last item what its device needs of it, a span "post-process" of its own),
+`publish` tells the residency table. Between the stages nothing is buffered, so at most one wide
 item is in each of them; what bounds the rest is the window, whose items are released as soon as their bytes are used.
 Why it cannot deadlock: pieces are read, and window space is granted, in plan order; every stage handles items in plan
 order; so the earliest item that is not published never waits for a later one.
@@ -35,9 +36,10 @@ from streaming.file_faults import changed_fault, system_fault
 from streaming.hooks import Hooks
 from streaming.item_words import log_item
 from streaming.plan import LayerPlan, LoadItem, LoadPlan
+from streaming.post_processing import NO_PROCESSING, PostProcessing
 from streaming.reader import Completion, Reader
 from streaming.residency import Residency
-from streaming.stages import is_quantized, item_views, needs_decoding, needs_host, slice_item, store_item
+from streaming.stages import item_views, needs_host, place_of_rows, slice_item, store_item
 from streaming.trace import Tracer
 from streaming.weight_checks import WeightChecks
 
@@ -68,19 +70,23 @@ class Pipeline:
     hooks: Hooks = field(default_factory=Hooks)
     checks: WeightChecks = field(default_factory=WeightChecks)
     workers: set[threading.Thread] = field(default_factory=set)  # that have run stages
+    processing: PostProcessing = NO_PROCESSING
     _released: int = 0
     _seconds: dict[tuple[str, str], float] = field(default_factory=dict)  # (layer, stage) -> work so far
-    _last: dict[int, LayerPlan] = field(default_factory=dict)  # a layer's last item -> the layer
+    _first: dict[int, LayerPlan] = field(default_factory=dict)  # a layer's first item -> the layer
+    _last: dict[int, LayerPlan] = field(default_factory=dict)  # and its last
     _accounts: Accounts = field(default_factory=lambda: Accounts(()))
     _arrivals: Arrivals = field(default_factory=Arrivals)
 
     async def run(self) -> None:
         """Load everything. Raises LayerLoadError for the first item that fails, WorkerError when the reader dies."""
+        self._first.update({layer.items[0].index: layer for layer in self.plan.layers if layer.items})
         self._last.update({layer.items[-1].index: layer for layer in self.plan.layers if layer.items})
         self._accounts = Accounts(layer.spec for layer in self.plan.layers)
         try:
             await self._run_stages()
             self._accounts.check()
+            self.device.make_room(None)
         except BaseExceptionGroup as group:  # one cause is one error
             error = _first_cause(group)
             self.residency.close(error)
@@ -152,6 +158,8 @@ class Pipeline:
                 self.checks.add(item, view)
                 self.device.check(item.layer)
             return _Work(item)
+        if (layer := self._first.get(item.index)) is not None:
+            self.device.make_room(layer)
         raw = self.device.staged(item)
         with self.device.working(), self._span("slice", item):
             wide = self._wide(item, raw)
@@ -165,10 +173,9 @@ class Pipeline:
 
     def _final_view(self, item: LoadItem) -> torch.Tensor | None:
         """Where a converted item that is not quantized can be written at once."""
-        if item.leaf or is_quantized(item) or not needs_decoding(item) or self.device.torch_device.type != "cpu":
+        if self.device.torch_device.type != "cpu":
             return None
-        (view,) = item_views(item, self.device.stored[item.param.name]).values()
-        return view
+        return place_of_rows(item, self.device.stored[item.param.name])
 
     async def _quantize(self, receive: ObjectReceiveStream[_Work], send: ObjectSendStream[_Work]) -> None:
         async with receive, send:
@@ -178,6 +185,10 @@ class Pipeline:
                     work = await self._worker(work.item, "quantize", partial(self._quantize_now, work))
                     self._release()
                 self._passed(work.item, "quantize")
+                layer = self._last.get(work.item.index)
+                if layer is not None and self.processing.due(layer.spec):
+                    self.residency.mark(layer.name, "post-process")
+                    work = await self._worker(work.item, "post-process", partial(self._process_now, layer))
                 await send.send(work)
 
     def _quantize_now(self, work: _Work, item: LoadItem) -> _Work:
@@ -191,6 +202,11 @@ class Pipeline:
         moment = self.device.moment()
         self.device.await_moment(work.moment)  # the window's bytes are on the device: they may be overwritten
         return _Work(item, None, moment)
+
+    def _process_now(self, layer: LayerPlan, item: LoadItem) -> _Work:
+        with self.device.working(), self.tracer.span("post-process", layer.name, layer=layer.name):
+            self.processing.process(self.device.stored, layer.spec)
+        return _Work(item, None, self.device.moment())
 
     def _release(self) -> None:
         self._released += 1
@@ -276,8 +292,8 @@ def published_rows(item: LoadItem) -> int:
     if item.stored is not None:  # what goes with the rows (their scales) has come before them
         return item.rows[1] if item.stored == item.param.name.rpartition(".")[2] else 0
     if item.leaf and not (item.completes or (item.param.kept_as_stored and item.fills == "weight")):
-        return sum(item.param.section_rows[: item.section])
-    return sum(item.param.section_rows[: item.section]) + item.section_rows[1]
+        return item.param.section_starts[item.section]
+    return item.param.section_starts[item.section] + item.section_rows[1]
 
 
 def read_fault(item: LoadItem, error: int | str) -> str:

@@ -99,7 +99,7 @@ class LayerPlan:
     spec: LayerSpec
     items: tuple[LoadItem, ...]
 
-    @property
+    @cached_property
     def read_nbytes(self) -> int:
         """Bytes read for this layer."""
         return sum(item.read_nbytes for item in self.items)
@@ -137,7 +137,7 @@ class LoadPlan:
         """Bytes of all parameters in their stored form."""
         return sum(layer.kept_nbytes for layer in self.layers)
 
-    @property
+    @cached_property
     def largest_staged_nbytes(self) -> int:
         """Bytes of the largest item that passes through the window; 0 when none does."""
         return max((item.nbytes for item in self.items if not item.direct), default=0)
@@ -260,16 +260,20 @@ def form_items(
 ) -> Iterable[Run]:
     """The tensors of a run of sections (from `section` on) that is quantized on disk, by leaf; those whose rows are
     kept as they are in runs of rows, others whole."""
+    from quant.disk_forms.form import disk_tensors
+
     form = param.forms[run]
     assert form is not None
     rows, count = param.run_rows[run], param.runs[run]
-    wanted = [one for one in form.tensors(rows, param.shape[1]) if one.fills and one.leaf in tensors]
+    wanted = [one for one in disk_tensors(form, rows, param.shape[1]) if one.fills and one.leaf in tensors]
     for one in wanted:
         info, last = tensors[one.leaf], one is wanted[-1]
-        if not one.as_is or info.strides is not None:
+        if not one.as_is or info.strides is not None or info.row_unit > 1:
             run_rows = max((1, *info.shape[:1]))
             yield param, section, info, (0, run_rows), (0, rows), False, count, None, one.leaf, one.fills, last
             continue
+        if info.shape[0] != rows:  # the same bytes in another shape
+            info = replace(info, shape=(rows, info.numel // rows))
         straight = direct and param.kept_as_stored and info.is_plain
         step = max(1, item_nbytes // max(1, info.row_nbytes))
         for start in range(0, rows, step):
@@ -285,7 +289,7 @@ def _wide_items(
     for section in sections:
         rows = param.section_rows[section]
         info, first = parts[section]
-        if info.strides is not None:
+        if info.strides is not None or info.row_unit > rows:  # several sections may be strewn over it
             if first == 0:
                 yield _whole(param, section, info)
             continue

@@ -119,16 +119,20 @@ class PrefetchedReader:
         blocks = plan_blocks(pieces, block_nbytes=how["block_nbytes"])
         sizes = [piece[2] for piece in pieces]
         self._ahead = Prefetcher(blocks, files, sizes=sizes, ahead_nbytes=how["ahead_nbytes"])
-        self._before = before
-        self._reader = PieceReader(pieces, range(len(files)), fill, report, before=self._passed)
+        passed = _both(before, self._ahead.passed)  # and no method of this one, which would be a ring
+        self._reader = PieceReader(pieces, range(len(files)), fill, report, before=passed)
         self.fetch, self.run, self.release = self._ahead.run, self._reader.run, self._reader.release
-
-    def _passed(self, piece: int) -> None:
-        if self._before is not None:
-            self._before(piece)
-        self._ahead.passed(piece)
 
     def stop(self) -> None:
         """Begin nothing more."""
         self._ahead.stop()
         self._reader.stop()
+
+
+def _both(first: Callable[[int], None] | None, second: Callable[[int], None]) -> Callable[[int], None]:
+    def call(piece: int) -> None:
+        if first is not None:
+            first(piece)
+        second(piece)
+
+    return call

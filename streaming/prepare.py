@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from layers.architecture import SchemeChoice, layer_specs
 from layers.config import parse_config, weight_map
-from layers.kv_cache import kv_cache_nbytes
+from layers.kv_cache import cache_room_nbytes, check_cache_form, kv_cache_nbytes
 from layers.model_config import ModelConfig
 from layers.name_lookup import NameLookup
 from layers.weights import Dropped, LayerSpec
@@ -47,6 +47,7 @@ class Prepared:
     retie: bool  # the config ties embedding and head, yet both are on disk: compared when both have arrived
     reading: ReadChoice
     kv_scales: tuple[tuple[float, float], ...] | None = None  # of an fp8 cache; None: 1 for every layer
+    post_process: bool = True  # False: weights stay in the form that files hold (see streaming.post_processing)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -82,10 +83,15 @@ def _prepare(model: str, options: LoadOptions) -> Prepared:
     tied = config.tie_word_embeddings and not _has_both(checkpoint, config)
     policy, notes = _policy(checkpoint, config, options, tied=tied)
     specs = layer_specs(config, dtype=dtype, policy=policy, tied=tied)
+    if checkpoint.saved is not None:
+        from streaming.sharded import saved_specs
+
+        specs = saved_specs(checkpoint.root, checkpoint.saved, specs)
     plan = _plan(checkpoint, specs, config, options, tied=tied)
     plan = replace(plan, warnings=(*plan.warnings, *notes))
     cache_dtype, kv_scales = options.kv_cache_dtype, None
     if cache_dtype != "auto":
+        _check_cache_form(config, cache_dtype)
         from streaming.kv_scales import cache_scales
 
         plan, kv_scales = cache_scales(plan, checkpoint, cache_dtype=cache_dtype, num_layers=config.num_layers)
@@ -95,9 +101,11 @@ def _prepare(model: str, options: LoadOptions) -> Prepared:
         plan,
         file_nbytes=reader_nbytes(plan, reading),
         window_nbytes=options.window_nbytes,
-        cache_nbytes=kv_cache_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=cache_dtype),
+        cache_nbytes=kv_cache_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=cache_dtype)
+        + cache_room_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=cache_dtype),
         limit_nbytes=options.memory_nbytes,
-        packs=options.kernels == "fast" and options.device == "cpu",
+        packs=options.kernels == "fast",
+        device=options.device,
     )
     keep_maps = reading.strategy == "lazy" and options.device == "cpu"
     read_plan = plan_reads(plan, window_nbytes=options.window_nbytes or budget.window_nbytes, keep_maps=keep_maps)
@@ -108,10 +116,21 @@ def _prepare(model: str, options: LoadOptions) -> Prepared:
     )  # fmt: skip
 
 
+def _check_cache_form(config: ModelConfig, cache_dtype: str) -> None:
+    try:
+        check_cache_form(config, cache_dtype)
+    except ValueError as error:
+        raise OptionError(f"--kv-cache-dtype {cache_dtype}: {error}") from None
+
+
 def _policy(
     checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions, *, tied: bool
 ) -> tuple[SchemeChoice, tuple[str, ...]]:
     """The scheme of each parameter, and warnings. Raises OptionError for rules that tear a fused weight apart."""
+    if checkpoint.saved is not None:
+        from streaming.sharded import saved_policy
+
+        return saved_policy(checkpoint.saved), ()
     default = default_policy(options.default_scheme, quantize_head=options.quantize_head)
     rules = options.quantization_rules
     if rules is None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from layers.weights import ParamSpec
-from quant.sections import cut_rows
+from quant.sections import cut_rows, rows_at_once
 from streaming.quality_report import Noise
 
 STRIP_ROWS = 1024  # of a weight: a multiple of every block's height
@@ -55,8 +55,9 @@ def _dequantized(param: ParamSpec, stored: Mapping[str, torch.Tensor]) -> Iterat
         if rows <= STRIP_ROWS:
             yield scheme.dequantize(views, (rows,), dtype=torch.float32, in_features=columns)
             continue
-        for start in range(0, rows, STRIP_ROWS):
-            stop = min(rows, start + STRIP_ROWS)
+        step = rows_at_once(STRIP_ROWS, multiple=scheme.row_multiple)
+        for start in range(0, rows, step):
+            stop = min(rows, start + step)
             part = cut_rows(views, rows=rows, multiple=scheme.row_multiple, start=start, stop=stop)
             yield scheme.dequantize(part, (stop - start,), dtype=torch.float32, in_features=columns)
 

@@ -11,10 +11,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from layers.architecture import EMBED_WEIGHT, HEAD_WEIGHT
 from layers.config import weight_map
+from layers.fused_experts import EXPERTS
 from layers.weights import ParamKind, ParamSpec
 from quant.scheme import StoredSpec
 from streaming.compressed_layout import Layout, Written, layout_of, written_spec
@@ -40,9 +42,21 @@ class Module:
     stop: int
 
     @property
-    def rows(self) -> tuple[int, ...]:
+    def section_rows(self) -> tuple[int, ...]:
         """Rows of each of its sections."""
         return self.param.section_rows[self.first : self.stop]
+
+    @cached_property
+    def parts(self) -> range | None:
+        """Which of the parts that the scheme treats by themselves it is; None where one reaches over its edge."""
+        ends = [0, *accumulate(self.param.kept_rows)]
+        start, stop = self.param.section_starts[self.first], self.param.section_starts[self.stop]
+        return range(ends.index(start), ends.index(stop)) if start in ends and stop in ends else None
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of each of those parts; of each section where there is no telling."""
+        return self.section_rows if self.parts is None else tuple(self.param.kept_rows[part] for part in self.parts)
 
     @property
     def is_quantized(self) -> bool:
@@ -112,7 +126,7 @@ def plan_folder(prepared: Prepared, *, max_shard_nbytes: int) -> FolderPlan:
     modules = {layer.name: list(_modules_of(layer, prepared)) for layer in prepared.plan.layers}
     every = [module for found in modules.values() for module in found]
     if not any(module.is_quantized for module in every):
-        raise OptionError("--quantization: which scheme is needed, such as fp8_per_channel")
+        raise OptionError("--quantization: which scheme is needed, such as fp8_per_channel (or --quantization-config)")
     _check_modules(every)
     layers = [(name, tuple(t for module in found for t in _tensors_of(module))) for name, found in modules.items()]
     config = _config(prepared, every)
@@ -125,10 +139,11 @@ def check_model(prepared: Prepared) -> None:
     checkpoint, name = prepared.checkpoint, prepared.checkpoint.name
     if checkpoint.saved is not None:
         raise OptionError(f"{name}: was written by save-shards and is quantized already; start from the original")
-    if any(param.forms for spec in prepared.specs for param in spec.params):
-        raise OptionError(f"{name}: is quantized already; start from the original")
-    if any(".experts." in param.name for spec in prepared.specs for param in spec.params):
-        raise OptionError(f"{name}: has experts, which cannot be written yet")
+    asked = prepared.options.default_scheme.name != "none" or prepared.options.quantization_rules is not None
+    if not asked and any(param.forms for spec in prepared.specs for param in spec.params):
+        raise OptionError(f"{name}: is quantized already; start from the original, or say what to make of it")
+    if prepared.config.moe is not None and prepared.config.moe.expert_bias:
+        raise OptionError(f"{name}: its experts have biases, which the compressed-tensors layout lacks")
     if checkpoint.format == "dummy":
         raise OptionError("--load-format dummy: its weights are made up, there is nothing to write")
     if isinstance(checkpoint.config.get("text_config"), Mapping):
@@ -144,21 +159,47 @@ def check_model(prepared: Prepared) -> None:
 
 
 def _modules_of(layer: LayerPlan, prepared: Prepared) -> Iterator[Module]:
-    unwrapped = {there: name for name, there in prepared.plan.unwrapped.items()}
     whole = _ONE_MODULE.get(str(prepared.checkpoint.config.get("model_type")), ())
     items: dict[str, list[LoadItem]] = {}
     for item in layer.items:
         items.setdefault(item.param.name, []).append(item)
     for param in layer.spec.params:
-        names = {item.section: unwrapped.get(item.tensor.name, item.tensor.name) for item in items[param.name]}
+        names = _names(items[param.name], prepared)
         last = param.name.split(".")[-2]
-        if last in _FUSED:
+        if EXPERTS in param.name:
+            yield from _experts(param, names, prepared)
+        elif last in _FUSED:
             yield from _usual_parts(param, names[0], prepared, whole=last in whole)
         elif param.name in (EMBED_WEIGHT, HEAD_WEIGHT):  # a tied matrix may lie under either name
             own = names[0].endswith(param.name.removeprefix("model."))
             yield _module(names[0] if own else param.name, param, 0, 1)
         else:
             yield from _parts_on_disk(param, names)
+
+
+def _names(items: Iterable[LoadItem], prepared: Prepared) -> dict[int, str]:
+    """The name of the tensor that each section begins in; that of the weight, where it is quantized on disk."""
+    unwrapped = {there: name for name, there in prepared.plan.unwrapped.items()}
+    found = {}
+    for item in items:
+        name = unwrapped.get(item.tensor.name, item.tensor.name)
+        first = f"{name.rpartition('.')[0]}.weight" if item.leaf else name
+        found.update(dict.fromkeys(range(item.section, item.section + item.sections), first))
+    return found
+
+
+def _experts(param: ParamSpec, names: Mapping[int, str], prepared: Prepared) -> Iterator[Module]:
+    """A module for each expert and part: as this checkpoint has them, or the family, where they are one tensor here."""
+    projection = param.name.split(".")[-2]
+    rules = [r for r in weight_map(prepared.config).experts if r.target == projection and r.stop - r.first == 1]
+    usual = {rule.first: rule.source for rule in reversed(rules)}  # the first rule of each part is the family's own
+    parts = {rule.source: rule.first for rule in rules}
+    for section in range(len(param.sections)):
+        expert, part = divmod(section, rules[0].of)
+        before, _, behind = names[section].partition(EXPERTS)
+        last = behind.split(".")[-2] if behind.count(".") > 1 else ""
+        source = last if parts.get(last) == part else usual[part]
+        yield Module(f"{before}{EXPERTS}{expert}.{source}", "weight", param, section, section + 1)
 
 
 def _module(name: str, param: ParamSpec, first: int, stop: int) -> Module:
@@ -195,6 +236,8 @@ def _check_modules(modules: Iterable[Module]) -> None:
 def _faults(module: Module) -> Iterator[str]:
     scheme, columns = module.param.scheme, module.param.shape[1]
     layout = layout_of(scheme)
+    if module.parts is None:
+        yield f"{module.name} shares its scales with its neighbours on disk"
     if columns % layout.columns:
         yield f"{module.name} has {columns} inputs, and {scheme.name} needs a multiple of {layout.columns} there"
     if len(module.rows) > 1 and layout.row_multiple == 0:
@@ -247,6 +290,7 @@ def _config(prepared: Prepared, modules: Sequence[Module]) -> dict[str, Any]:
     config[dtype] = prepared.dtype.torch_name
     if any(module.param.name == HEAD_WEIGHT and module.is_quantized for module in modules):
         config["tie_word_embeddings"] = False  # a quantized head is a matrix of its own
+    config.pop("compression_config", None)  # an older name of what follows
     return config | {"quantization_config": quantization_config(modules)}
 
 
@@ -274,8 +318,8 @@ def quantization_config(modules: Sequence[Module]) -> dict[str, Any]:
 
 
 def _ignored(modules: Sequence[Module]) -> list[str]:
-    """Linear modules that stay wide. The head is one even where it has no tensor of its own."""
-    linear = (ParamKind.LINEAR, ParamKind.HEAD)
+    """Linear modules that stay wide, routers among them. The head is one even where it has no tensor of its own."""
+    linear = (ParamKind.LINEAR, ParamKind.HEAD, ParamKind.ROUTER, ParamKind.ABSORBED)
     wide = {m.name: None for m in modules if m.param.kind in linear and not m.is_quantized}
     if not any(m.param.kind is ParamKind.HEAD for m in modules):
         wide["lm_head"] = None

@@ -90,11 +90,9 @@ def _made(tensor: FolderTensor, stored: Stored) -> torch.Tensor:
     param, module = tensor.module.param, tensor.module
     kept = {name: stored[f"{param.name.rpartition('.')[0]}.{name}"] for name in param.storage()}
     if not module.is_quantized:
-        first = sum(param.section_rows[: module.first])
+        first = param.section_starts[module.first]
         return kept[tensor.written.source][first : first + sum(module.rows)]
     source = tensor.written.source
-    views = [
-        param.scheme.section_views(kept, param.section_rows, index)[source or "weight"]
-        for index in range(module.first, module.stop)
-    ]
+    assert module.parts is not None  # others are refused before anything is read
+    views = [param.scheme.section_views(kept, param.kept_rows, index)[source or "weight"] for index in module.parts]
     return written_tensor(tensor.written.form, views, tensor.spec, in_features=param.shape[1])

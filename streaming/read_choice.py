@@ -96,9 +96,6 @@ def _refuse_torchao(checkpoint: Checkpoint) -> None:
             f"--safetensors-load-strategy torchao: {checkpoint.name} is not serialized by torchao (its config.json has "
             "no quantization_config with quant_method torchao)"
         )
-    if find_spec("torchao") is None:
-        raise OptionError(f"{checkpoint.name} is serialized by torchao: pip install 'torchao>=0.15'")
-    raise CheckpointError(f"{checkpoint.name}: is serialized by torchao, whose number formats are not supported yet")
 
 
 def reader_nbytes(plan: LoadPlan, choice: ReadChoice) -> int:
@@ -150,7 +147,7 @@ def read_method(options: LoadOptions, choice: ReadChoice) -> ReadMethod:
 
         ahead = available_nbytes()
     return ReadMethod(
-        strategy=choice.strategy,
+        strategy="direct" if choice.strategy == "torchao" else choice.strategy,  # the parts are tensors like others
         threads=options.loader.threads,
         ahead_threads=options.safetensors_prefetch_num_threads or ReadMethod.ahead_threads,
         block_nbytes=options.prefetch_block_nbytes or ReadMethod.block_nbytes,

@@ -157,7 +157,7 @@ def views_of_files(plan: LoadPlan) -> dict[tuple[str, str], tuple[WeightFile, in
 
 
 def _final_dest(item: LoadItem, offsets: Mapping[tuple[str, str], int]) -> int:
-    row = sum(item.param.section_rows[: item.section]) + item.section_rows[0]
+    row = item.param.section_starts[item.section] + item.section_rows[0]
     return offsets[stored_key(item)] + row * item.tensor.row_nbytes
 
 

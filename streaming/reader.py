@@ -279,6 +279,26 @@ def _own_memory(nbytes: int) -> mmap.mmap:
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
+class _RecordPipe:
+    """The writing end of a pipe for records. It, and no reader, is what threads report to: a reader that its own
+    threads' work referred to would be a ring, and keep its memory until the collector comes by."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+
+    def __call__(self, record: bytes) -> None:
+        """Write one record; nothing, once it is closed: nobody asks any more."""
+        with self._lock, contextlib.suppress(OSError):
+            os.write(self._descriptor, record)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        with self._lock:
+            descriptors, self._descriptor = [self._descriptor], -1
+            _close_all(descriptors)
+
+
 class ThreadReader:
     """A reader on threads of this process. `before` is called with each piece's index before it is read.
 
@@ -301,7 +321,8 @@ class ThreadReader:
         states = [] if fill_of else file_states(read_plan)
         pieces = _flat(read_plan)
         self._files = reading.open_files_of(pieces, _paths(read_plan), states)
-        receive, self._pipe = os.pipe()
+        receive, send = os.pipe()
+        self._report = _RecordPipe(send)
         self._records = _Records(receive, len(read_plan.pieces))
         regions = [memoryview(self._memory.get(region, b"")) for region in Region]
         works: list[Callable[[], None]]
@@ -315,12 +336,9 @@ class ThreadReader:
             memory = reading.own_memory(regions)
             self._reader, works = reading.make_carrier(pieces, self._files, how, memory, self._report, before=before)
         self._threads = [threading.Thread(target=work, name="firstlayer-read", daemon=True) for work in works]
+        self._closed = False
         for thread in self._threads:
             thread.start()
-
-    def _report(self, record: bytes) -> None:
-        with contextlib.suppress(OSError):  # closed meanwhile: nobody asks any more
-            os.write(self._pipe, record)
 
     @property
     def pid(self) -> int | None:
@@ -343,12 +361,13 @@ class ThreadReader:
         self._reader.release(count)
 
     def close(self) -> None:
-        if self._pipe < 0:
+        if self._closed:
             return
+        self._closed = True
         self._reader.stop()
         for thread in self._threads:
             thread.join(timeout=1.0)  # a read that hangs in the kernel cannot be cut short; it holds nothing else
         self._files.close()
-        _close_all([self._pipe, self._records.descriptor])
-        self._pipe = -1
+        _close_all([self._records.descriptor])  # first: who waits for room in the pipe is let go
+        self._report.close()
         self._memory.clear()

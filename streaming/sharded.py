@@ -4,8 +4,11 @@
     model-rank-00000-part-00000.safetensors     the stored tensors of one rank, under the names of the parameters
     config.json, tokenizer and generation files the model's own
 
-A rank reads its own file only. The stored form depends on the scheme, the dtype and the topology (how many ranks share
-the model, by tensor and by expert), so a run that asks for others is refused: nothing is quantized twice.
+A rank reads its own file only. The manifest says how each weight is kept (its scheme, and what the checkpoint itself
+had joined), whether that was quantized while loading or came quantized; and the scales that the checkpoint held for an
+fp8 KV cache. The stored form depends on the schemes, the dtype and the topology (how many ranks share the model, by
+tensor and by expert), so a run that asks for others is refused: nothing is quantized twice. It is the form before a
+device's post-processing, whatever device it was saved with, so nothing is processed twice either.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from layers.weights import LayerSpec
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.registry import scheme_by_name
@@ -33,12 +37,14 @@ from streaming.checkpoint.report import Report
 from streaming.checkpoint.safetensors import read_safetensors_header
 from streaming.checkpoint.tensors import Checkpoint, TensorInfo
 from streaming.errors import CheckpointError, CheckpointFormatError, OptionError
+from streaming.kv_scales import KVScales, is_scale
 from streaming.options import DTYPES, LoadOptions
+from streaming.saved_forms import SavedForms, SavedPolicy, as_saved, parse_forms
 
 FORMAT = "sharded_state"
 MANIFEST = SHARDED[0]
 GGUF_METADATA = "gguf_metadata.json"  # the tokenizer and chat template of a model that was one GGUF file
-VERSION = 1
+VERSION = 2  # 1 said one scheme for all weights
 _PART = re.compile(r"model-rank-(?P<rank>\d{5})-part-\d{5}\.safetensors")
 
 
@@ -65,8 +71,9 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What firstlayer_shards.json says. `tied`: embedding and head are one matrix. `source`: a digest of what it was
-    made from, to know the same again."""
+    """What firstlayer_shards.json says. `quantization` was asked for when it was saved; `weights` says what is so, for
+    each weight that is not wide. `tied`: embedding and head are one matrix. `source`: a digest of what it was made
+    from, to know the same again. `kv_scales`: of keys and of values, for each layer, or what is wrong with them."""
 
     tensor_parallel_size: int
     expert_parallel_size: int
@@ -76,10 +83,19 @@ class Manifest:
     tied: bool
     source: str
     files: tuple[ShardFile, ...]
+    weights: SavedForms
+    kv_scales: KVScales | str | None = None
+
+    @property
+    def schemes(self) -> str:
+        """The schemes of its weights, in words; "none" where all are wide."""
+        return _words(self.weights)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {"format": "firstlayer shards", "version": VERSION, **asdict(self)}
+        plain = asdict(replace(self, weights={}))
+        weights = {name: form.as_dict() for name, form in self.weights.items()}
+        return {"format": "firstlayer shards", "version": VERSION, **plain, "weights": weights}
 
 
 def part_name(rank: int, *, part: int = 0) -> str:
@@ -151,7 +167,9 @@ def read_manifest(root: Path) -> Manifest:
     path = root / MANIFEST
     found = read_json_object(path, strict=True)
     if found.get("version") != VERSION:
-        raise CheckpointFormatError(f"{path}: is of version {found.get('version')!r}; this program reads {VERSION}")
+        raise CheckpointFormatError(
+            f"{path}: is of version {found.get('version')!r:.60}; this program reads {VERSION}: save it again"
+        )
     fields = {name: found.get(name) for name in Manifest.__dataclass_fields__}
     for name, kind in _KINDS.items():
         if type(fields[name]) is not kind:
@@ -160,6 +178,11 @@ def read_manifest(root: Path) -> Manifest:
         scheme_by_name(found["quantization"])
     except QuantError:
         raise CheckpointFormatError(f"{path}: quantization {found['quantization']!r:.60} is not known") from None
+    try:
+        fields["weights"] = parse_forms(found["weights"])
+    except QuantError as error:
+        raise CheckpointFormatError(f"{path}: {error}") from None
+    fields["kv_scales"] = _kv_scales(path, found.get("kv_scales"))
     if found["dtype"] not in {dtype.torch_name for dtype in DType if dtype.is_wide}:
         raise CheckpointFormatError(f"{path}: dtype {found['dtype']!r} is none that weights are kept in")
     fields["files"] = tuple(_shard_file(path, entry) for entry in found["files"])
@@ -168,8 +191,18 @@ def read_manifest(root: Path) -> Manifest:
 
 _KINDS = {
     "tensor_parallel_size": int, "expert_parallel_size": int, "quantization": str, "quantize_head": bool,
-    "dtype": str, "tied": bool, "source": str, "files": list,
+    "dtype": str, "tied": bool, "source": str, "files": list, "weights": dict,
 }  # fmt: skip
+
+
+def _kv_scales(path: Path, found: object) -> KVScales | str | None:
+    if found is None or isinstance(found, str):
+        return found
+    if isinstance(found, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in found):
+        pairs = tuple((keys, values) for keys, values in found)
+        if all(is_scale(number) for pair in pairs for number in pair):
+            return pairs
+    raise CheckpointFormatError(f"{path}: kv_scales is {found!r:.60}, not two numbers above 0 for each layer")
 
 
 def _shard_file(path: Path, entry: object) -> ShardFile:
@@ -204,14 +237,10 @@ def saved_options(saved: Mapping[str, Any], options: LoadOptions) -> LoadOptions
     for name in ("quantization_config", "scale_percentile"):
         if getattr(options, name) is not None:
             raise OptionError(
-                f"--{name.replace('_', '-')}: the shards are read as they were saved; leave the option out, or save them "
-                "again from the original"
+                f"--{name.replace('_', '-')}: the shards are read as they were saved; leave the option out, or save "
+                "them again from the original"
             )
-    if options.quantization not in ("none", scheme):
-        raise OptionError(
-            f"--quantization {options.quantization}: the shards were saved with {scheme}; leave the option out, or "
-            "save them again from the original"
-        )
+    _check_scheme(options, parse_forms(saved["weights"]))
     if options.quantize_head and not saved["quantize_head"]:
         raise OptionError("--quantize-head: the shards were saved with a wide head; save them again from the original")
     asked = DTYPES[options.dtype]
@@ -223,7 +252,31 @@ def saved_options(saved: Mapping[str, Any], options: LoadOptions) -> LoadOptions
         raise OptionError(
             "--model-loader-extra-config: enable_weights_track false: the shards are whole or refused; leave it out"
         )
-    return replace(options, quantization=scheme, quantize_head=bool(saved["quantize_head"]))
+    return replace(options, quantization=scheme, quantize_head=bool(saved["quantize_head"]) and scheme != "none")
+
+
+def _check_scheme(options: LoadOptions, saved: SavedForms) -> None:
+    """What is asked for by name must be what all quantized weights are in, by whichever name it is called."""
+    if scheme_by_name(options.quantization).name not in ("none", _words(saved)):
+        raise OptionError(
+            f"--quantization {options.quantization}: the shards were saved with {_words(saved)}; leave the option out, "
+            "or save them again from the original"
+        )
+
+
+def _words(weights: SavedForms) -> str:
+    return " and ".join(sorted({form.scheme.name for form in weights.values()})) or "none"
+
+
+def saved_specs(root: Path, saved: Mapping[str, Any], specs: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    """The specs that `saved_policy` gave, with what lies joined. Raises CheckpointFormatError where the manifest is not
+    of this model."""
+    return as_saved(specs, parse_forms(saved["weights"]), where=str(root / MANIFEST))
+
+
+def saved_policy(saved: Mapping[str, Any]) -> SavedPolicy:
+    """The scheme of each parameter of the shards."""
+    return SavedPolicy(parse_forms(saved["weights"]))
 
 
 def same_source(manifest: Manifest, wanted: Manifest) -> bool:

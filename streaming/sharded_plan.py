@@ -11,6 +11,7 @@ from functools import partial
 
 from layers.architecture import EMBED_WEIGHT
 from layers.weights import LayerSpec, ParamSpec
+from quant.int4 import ORDER
 from quant.scheme import StoredSpec
 from streaming.checkpoint.tensors import Checkpoint, TensorInfo
 from streaming.plan import ITEM_NBYTES, LoadPlan, Run, checkpoint_error, lay_out
@@ -56,7 +57,8 @@ def _runs_of(param: ParamSpec, *, tensors: Mapping[str, TensorInfo], direct: boo
     for full in stored_names(param):
         info, name = tensors[full], full.rpartition(".")[2]
         rows = info.shape[0] if info.shape else 1
+        straight = direct and name != ORDER  # whose numbers products believe: they are looked at on their way
         step = max(1, item_nbytes // max(1, info.row_nbytes))
         for start in range(0, rows, step):
             run = (start, min(rows, start + step))
-            yield param, 0, info, run, run, direct, len(param.sections), name, "", "", False
+            yield param, 0, info, run, run, straight, len(param.sections), name, "", "", False

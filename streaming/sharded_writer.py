@@ -15,13 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layers.architecture import is_tied
+from layers.architecture import HEAD_WEIGHT, is_tied
+from quant.registry import scheme_by_name
 from streaming.checkpoint.members import CONFIG
 from streaming.checkpoint.remote_file import RemoteFile
 from streaming.errors import OptionError
+from streaming.kv_scales import scales_to_save
 from streaming.new_folder import NewFolder, bytes_of, copied_files, names_in, new_folder
 from streaming.prepare import Prepared
 from streaming.read_plan import ALIGNMENT
+from streaming.saved_forms import forms_of
 from streaming.sharded import (
     GGUF_METADATA,
     MANIFEST,
@@ -45,17 +48,18 @@ if TYPE_CHECKING:
 def wanted_manifest(prepared: Prepared) -> Manifest:
     """The manifest of what this load would save, its files not yet known."""
     options, here = prepared.options, Topology()
-    if options.quantization_config is not None:
-        raise OptionError("--quantization-config: shards are saved in one scheme; give --quantization")
+    weights = forms_of(prepared.specs)
     return Manifest(
         tensor_parallel_size=here.tensor_parallel_size,
         expert_parallel_size=here.expert_parallel_size,
-        quantization=options.quantization,
-        quantize_head=options.quantize_head,
+        quantization=scheme_by_name(options.quantization).name,
+        quantize_head=HEAD_WEIGHT in weights,
         dtype=prepared.dtype.torch_name,
         tied=is_tied(prepared.specs),
         source=source_digest(prepared),
         files=(),
+        weights=weights,
+        kv_scales=scales_to_save(prepared.plan, prepared.checkpoint, num_layers=prepared.config.num_layers),
     )
 
 

@@ -8,8 +8,10 @@ from dataclasses import replace
 import torch
 
 from layers.weights import ParamKind
-from quant.disk_forms.form import same_bytes
+from quant.disk_forms.form import disk_tensors, same_bytes
 from quant.dtypes import DType, to_torch
+from quant.int4 import ORDER
+from quant.int4_codec import check_order
 from quant.scheme import StoredSpec
 from quant.sections import cut_rows
 from streaming.checkpoint.decode import decode_into
@@ -62,7 +64,7 @@ def item_views(item: LoadItem, stored: Mapping[str, torch.Tensor]) -> dict[str, 
         views = item.param.scheme.section_views(stored, item.param.section_rows, item.section)
         multiple = item.param.scheme.row_multiple
     else:
-        first = sum(item.param.section_rows[: item.section])
+        first = item.param.section_starts[item.section]
         views = {name: tensor[first : first + rows] for name, tensor in stored.items()}
         multiple = 1
     if item.section_rows == (0, rows):
@@ -73,7 +75,9 @@ def item_views(item: LoadItem, stored: Mapping[str, torch.Tensor]) -> dict[str, 
 
 def is_as_stored(item: LoadItem) -> bool:
     """Whether rows of a tensor of a form on disk are rows of what is kept, byte for byte."""
-    return item.leaf != "" and any(one.as_is and one.leaf == item.leaf for one in item.form.tensors(*_shape(item)))
+    if not item.leaf:
+        return False
+    return any(one.as_is and one.leaf == item.leaf for one in disk_tensors(item.form, *_shape(item)))
 
 
 def _shape(item: LoadItem) -> tuple[int, int]:
@@ -94,6 +98,20 @@ def arrival(item: LoadItem) -> dict[str, StoredSpec]:
     """The tensors that hold the item's run of sections in its form on disk, until it is whole and quantized anew."""
     rows, in_features = _shape(item)
     return item.form.kept.storage((rows,), in_features, wide=item.param.dtype)
+
+
+def place_of_rows(item: LoadItem, stored: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Where an item that is decoded and not quantized can be written at once, in the shape and dtype of its numbers."""
+    if is_quantized(item) or not needs_decoding(item):
+        return None
+    if not item.leaf:
+        (view,) = item_views(item, stored).values()
+        return view
+    if not (item.param.kept_as_stored and is_as_stored(item)):
+        return None
+    (view,) = item_views(item, stored).values()
+    dtype = to_torch(item.tensor.dtype)
+    return view.view(dtype).view(item_shape(item)) if dtype.itemsize == view.dtype.itemsize else None
 
 
 def slice_item(item: LoadItem, raw: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
@@ -134,6 +152,8 @@ def store_item(item: LoadItem, wide: torch.Tensor, stored: Mapping[str, torch.Te
     if item.leaf and not is_as_stored(item):
         item.form.place(item.leaf, wide, _coded_views(item, stored))
         return
+    if item.stored == ORDER:
+        check_order(wide, groups=stored["weight_scale"].shape[1])
     if not is_quantized(item):
         (target,) = item_views(item, stored).values()
         if target.data_ptr() != wide.data_ptr():

@@ -29,6 +29,11 @@ def disk_method(checkpoint: Checkpoint) -> Method | None:
     found, where = _stated(checkpoint)
     if found is None:
         return None
+    if found.get("quant_method") == "torchao":
+        from quant.disk_forms.torchao import DESCRIBED
+        from streaming.torchao_metadata import described_tensors
+
+        found = {**found, DESCRIBED: described_tensors(checkpoint)}
     try:
         return method_of(found)
     except QuantError as error:

@@ -26,12 +26,12 @@ class Summary:
     """Seconds count from the start of the process unless said otherwise; None where it did not come to that.
 
     `from_load_s`: to the first token, from the moment imports were done (or from the call, where they were before).
-    `bytes_read`: of weights, once the load is over just what the plan says; `bytes_rows`: of embedding rows,
-    fetched ahead of their table. `peak_rss_bytes`: the peak over all processes, shared memory once. `stalls`:
-    seconds the forward pass waited, by the stage in which the missing layer was. `stages`: seconds of work by name:
-    import, shell (the modules), read, slice, quantize, publish, post-process (packed copies), forward; work at the
-    same time counts for each. `quantize_s`: of the quantizing alone. `load_format`: what the files are; "dummy"
-    where there are none. `read_strategy`: how they were read, and why so.
+    `bytes_read`: of weights, once the load is over just what the plan says; `bytes_rows`: of embedding rows, fetched
+    ahead of their table. `peak_rss_bytes`: the peak over all processes, shared memory once. `stalls`: seconds the
+    forward pass waited, by the stage in which the missing layer was. `stages`: seconds of work by name: import, shell
+    (the modules), read, slice, quantize, post-process (for a device, and packed copies), publish, forward; work at the
+    same time counts for each. `quantize_s`: of the quantizing alone. `load_format`: what the files are; "dummy" where
+    there are none. `read_strategy`: how they were read, and why so.
     """
 
     ttft_s: float | None = None

@@ -9,6 +9,7 @@ import torch
 
 from layers.model_config import NormKind
 from layers.weights import ParamKind
+from quant.dtypes import DType
 from streaming.plan import LoadItem
 
 logger = logging.getLogger(__name__)
@@ -32,11 +33,12 @@ class WeightChecks:
         """Look at one item's wide numbers: one pass, no wait for a device."""
         if item.param.kind is ParamKind.BIAS or wide.numel() == 0:
             return  # zeros are what a bias often is, and a bias is never quantized
-        if not item.tensor.dtype.is_wide:
-            return  # stored codes: their scales, which came from all the numbers, are looked at in their place
+        extremes = _extremes(item, wide)
+        if extremes is None:
+            return
         # A tied table may be read a second time, for a quantized head.
         key = (item.tensor.name, item.param.name, item.tensor.offset)
-        self._parts.setdefault(key, []).append(torch.stack(torch.aminmax(wide)))
+        self._parts.setdefault(key, []).append(extremes)
         self._rows[key] = self._rows.get(key, 0) + item.rows[1] - item.rows[0]
         if self._rows[key] >= (item.tensor.shape or (1,))[0]:
             self._whole.append((item, key))
@@ -48,12 +50,38 @@ class WeightChecks:
         """
         while self._whole:
             item, key = self._whole.pop(0)
-            zeros_fit = item.param.kind is ParamKind.NORM and self._norm is NormKind.RMS_PLUS_ONE
+            kind = item.param.kind
+            zeros_fit = kind is ParamKind.SINK or (kind is ParamKind.NORM and self._norm is NormKind.RMS_PLUS_ONE)
             if fault := fault_of(torch.stack(self._parts.pop(key)).double(), zeros_fit=zeros_fit):
                 line = f"{item.tensor.name} in {item.tensor.file.name} {fault}"
                 if line not in self.faults:
                     self.faults.append(line)
                     yield item, line
+
+
+def _extremes(item: LoadItem, numbers: torch.Tensor) -> torch.Tensor | None:
+    """Least and greatest of an item's numbers [2]; None of integer codes, of which every one is a number."""
+    if item.tensor.dtype.is_wide:
+        return torch.stack(torch.aminmax(numbers))
+    float8 = _float8_of(item)
+    if float8 is None:
+        return None
+    codes = numbers.view(torch.uint8)
+    greatest = codes.amax()
+    none, of_zeros = greatest == 0xFF, greatest == 0
+    if float8 is DType.F8_E8M0:
+        of_zeros = torch.zeros_like(none)  # its code 0 is a power of two
+    else:
+        none = none | (codes.view(torch.int8).amax() == 0x7F)  # E4M3 has a NaN of either sign
+    return torch.where(none, torch.nan, torch.where(of_zeros, 0.0, 1.0)).expand(2)
+
+
+def _float8_of(item: LoadItem) -> DType | None:
+    """The floats of 8 bits that an item holds; some writers call a byte of E8M0 U8."""
+    dtype = item.tensor.dtype
+    if dtype is DType.U8 and item.leaf and item.fills:
+        dtype = item.form.kept.storage((1,), item.param.shape[1], wide=item.param.dtype)[item.fills].dtype
+    return dtype if dtype in (DType.F8_E4M3, DType.F8_E8M0) else None
 
 
 def fault_of(extremes: torch.Tensor, *, zeros_fit: bool = False) -> str | None:

@@ -131,6 +131,9 @@ def write_checkpoint(transformers: ModuleType, model_type: str, changes: dict[st
             values = torch.randn(parameter.shape, generator=generator)
             one = 0.0 if model_type.startswith("gemma") else 1.0  # its norms count from one themselves
             parameter.copy_(one + 0.2 * values if "norm" in name and name.endswith("weight") else 0.25 * values)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # near the scores, so that it changes many choices
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
     return model
 
@@ -179,7 +182,7 @@ def test_a_step_at_a_time_equals_the_prompt_at_once(
         torch.testing.assert_close(stepwise, run(pair.model, prompt), rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama longrope", "mistral", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "llama longrope", "mistral", "qwen3", "deepseek_v3"])
 def test_sequences_of_a_batch_do_not_see_each_other(name: str, pairs: dict[str, Pair]) -> None:
     model = pairs[name].model
     prompts = [some_ids(5, seed=1), some_ids(30, seed=2), some_ids(1, seed=3)]
@@ -193,6 +196,8 @@ def test_sequences_of_a_batch_do_not_see_each_other(name: str, pairs: dict[str, 
     [
         "llama tied", "qwen3 bias, windows, yarn", "phi3 longrope, partial", "gpt2", "glm", "olmo2",
         "stablelm parallel, norms, bias", "gemma", "gemma2", "gemma3", "phi", "granite", "cohere norms, bias",
+        "deepseek_v2", "deepseek_v2 groups, yarn, bias",
+        "gpt_oss square, no attention bias",
     ],
 )  # fmt: skip
 def test_half_precision_stays_as_near_to_float32_as_the_reference(
@@ -229,7 +234,7 @@ def test_real_configurations_mean_what_transformers_makes_of_them(name: str, tra
 
 def rotary_class(model_type: str) -> Any:
     module = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    return getattr(module, f"{model_type.capitalize()}RotaryEmbedding")
+    return getattr(module, "".join(map(str.capitalize, model_type.split("_"))) + "RotaryEmbedding")
 
 
 @pytest.mark.parametrize("length", [1, 16, 17, 23, 400])

@@ -15,8 +15,8 @@ from layers.model_config import HeadNorm, ModelConfig, NormKind, Residual
 from tests.layers.tiny import ARCHITECTURES, config_of
 
 FAMILIES = (
-    "cohere", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "granite", "mixtral", "olmo2", "olmoe", "phi",
-    "qwen2_moe", "qwen3_moe", "stablelm",
+    "cohere", "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_oss",
+    "granite", "mixtral", "olmo2", "olmoe", "phi", "qwen2_moe", "qwen3_moe", "stablelm",
 )  # fmt: skip
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")

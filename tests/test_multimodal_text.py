@@ -19,7 +19,7 @@ from layers.errors import ModelConfigError, UnsupportedModelError
 from layers.family_names import MULTIMODAL_NAMES
 from layers.multimodal import MULTIMODAL_MODELS
 from layers.weights import Dropped, Target
-from streaming import LLM, LoadOptions
+from streaming import LLM, LoadOptions, open_encoder
 from streaming.prepare import prepare
 from tests.layers.tiny import BASE, run, some_ids
 from tests.test_against_transformers import open_eagerly, reference_logits
@@ -137,6 +137,18 @@ def test_nothing_but_the_text_part_is_read(name: str, wholes: dict[str, tuple[Pa
     assert plan.read_nbytes == sum(tensor.nbytes for tensor in (*text.values(), *head.values()))
     assert plan.dropped
     assert all("text does not need" in reason for reason in plan.dropped.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_encoder_is_whatever_text_does_not_read(name: str, wholes: dict[str, tuple[Path, Any]]) -> None:
+    folder, reference = wholes[name]
+    stored = load_file(folder / "model.safetensors")
+    text = reference.model.language_model.state_dict()
+    heads = [key for key in stored if "lm_head" in key]
+    found = dict(open_encoder(folder).items())
+    assert len(stored) == len(found) + len(text) + len(heads)
+    assert all(torch.equal(tensor, stored[key]) for key, tensor in found.items())
+    assert set(found) == set(prepare(str(folder), LoadOptions()).plan.dropped)
 
 
 def renamed(folder: Path, out: Path, *, new: bool) -> None:

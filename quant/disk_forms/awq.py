@@ -20,7 +20,7 @@ from quant.disk_forms.settings import module_names, whole_number, word
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.int4 import IntPerGroup
-from quant.module_patterns import check_pattern, matches
+from quant.module_patterns import check_patterns, matches
 
 if TYPE_CHECKING:
     import torch
@@ -145,7 +145,5 @@ def awq_method(config: Mapping[str, Any]) -> AwqMethod:
         raise QuantError(f"group_size {size}: a positive number, or -1 for one group, is needed")
     if layout == "gemv" and 0 < size < 128 and size not in _ZERO_WORDS:
         raise QuantError(f"group_size {size}: groups of 32, 64 and 128 or more are stored by version 'gemv'")
-    ignore = module_names(config, "modules_to_not_convert")
-    for pattern in ignore:
-        check_pattern(pattern)
+    ignore = check_patterns(module_names(config, "modules_to_not_convert"))
     return AwqMethod(layout, max(0, size), ignore)

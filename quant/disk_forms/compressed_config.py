@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quant.errors import QuantError
-from quant.float8 import BLOCK
-from quant.module_patterns import check_pattern
+from quant.module_patterns import check_patterns
 
 FORMATS = (
     "dense", "float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "mxfp4-pack-quantized",
@@ -31,6 +30,8 @@ class WeightArgs:
     strategy: str
     group_size: int  # 0 where there are no groups
     symmetric: bool
+    block: tuple[int, int] = (0, 0)  # rows and columns that share a scale, of strategy block
+    ordered: bool = False  # groups are of inputs in an order of their own, which weight_g_idx holds
 
 
 def weight_targets(config: Mapping[str, Any]) -> dict[str, WeightArgs]:
@@ -47,6 +48,7 @@ def weight_targets(config: Mapping[str, Any]) -> dict[str, WeightArgs]:
     targets: dict[str, WeightArgs] = {}
     for name, group in groups.items():
         targets.update(_targets_of(f"config_groups.{name[:40]}", group))
+    check_patterns(targets)
     return targets
 
 
@@ -57,9 +59,7 @@ def checked_patterns(config: Mapping[str, Any], key: str, *, where: str = "") ->
         return ()
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         raise QuantError(f"{where}{key} {str(found)[:60]!r}: a list of names is needed")
-    for one in found:
-        check_pattern(one)
-    return tuple(found)
+    return check_patterns(found)
 
 
 def _refuse_beside(key: str, found: object) -> None:
@@ -109,14 +109,19 @@ def _weight_args(where: str, weights: Mapping[str, Any]) -> WeightArgs:
     grouped = strategy in ("group", "tensor_group")
     if grouped and (size is None or size < 1):
         raise QuantError(f"{where}: strategy {strategy} has no group_size")
-    if strategy == "block":
-        _check_block(where, weights.get("block_structure"))
+    block = _block(where, weights.get("block_structure")) if strategy == "block" else (0, 0)
     symmetric = weights.get("symmetric", True)
     if type(symmetric) is not bool or (kind == "float" and not symmetric):
         raise QuantError(f"{where}: symmetric {str(symmetric)[:20]!r}: true is needed, or false for integers")
     if weights.get("dynamic"):
         raise QuantError(f"{where}: dynamic weights are none that a checkpoint could hold")
-    return WeightArgs(bits, kind == "float", strategy, size if grouped and size else 0, symmetric)
+    ordered = grouped and _is_ordered(weights.get("actorder"))
+    return WeightArgs(bits, kind == "float", strategy, size if grouped and size else 0, symmetric, block, ordered)
+
+
+def _is_ordered(actorder: object) -> bool:
+    """Of the orders that the library knows, "group" alone (true, "dynamic") is not that of the inputs."""
+    return actorder is True or (isinstance(actorder, str) and actorder.lower() in ("group", "dynamic"))
 
 
 def _usual_strategy(size: int | None) -> str:
@@ -125,7 +130,9 @@ def _usual_strategy(size: int | None) -> str:
     return "channel" if size == -1 else "group"
 
 
-def _check_block(where: str, found: object) -> None:
-    numbers = found.split("x") if isinstance(found, str) else found
-    if not isinstance(numbers, list) or [str(number) for number in numbers] != [str(BLOCK)] * 2:
-        raise QuantError(f"{where}: block_structure {str(found)[:40]}: blocks of [{BLOCK}, {BLOCK}] can be read")
+def _block(where: str, found: object) -> tuple[int, int]:
+    """[rows, columns], or "rowsxcolumns" as older writers have it."""
+    sizes = [int(size) for size in found.split("x") if size.isdecimal()] if isinstance(found, str) else found
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+        raise QuantError(f"{where}: block_structure {str(found)[:40]!r}: [rows, columns] are needed")
+    return sizes[0], sizes[1]

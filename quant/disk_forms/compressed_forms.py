@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from quant.disk_forms.form import DiskTensor
 from quant.dtypes import DType
 from quant.errors import QuantError
-from quant.float8 import BLOCK
+from quant.float8 import Fp8PerBlock
 from quant.int4 import IntPerGroup
 from quant.int8 import Int8PerChannel
 from quant.microscaling import MX_BLOCK, NV_BLOCK, MxFp4, MxFp8, NvFp4
@@ -31,24 +31,12 @@ Stored = Mapping[str, "torch.Tensor"]
 
 
 @dataclass(frozen=True)
-class Unused:
-    """A tensor beside the weight that is not used, and why."""
-
-    leaf: str
-    reason: str
-
-    def tensor(self) -> DiskTensor:
-        """As a form names it."""
-        return DiskTensor(self.leaf, (), (), optional=True, unused=self.reason)
-
-
-@dataclass(frozen=True)
 class CodesOnDisk:
     """`weight` [O, I] in the very codes that are kept (e4m3 or int8), and `weight_scale` by `strategy`."""
 
     kept: Scheme
-    strategy: str  # tensor, channel, block; group: of 32, with E8M0 scales
-    unused: tuple[Unused, ...] = ()
+    strategy: str  # tensor, channel, block, group
+    unused: tuple[DiskTensor, ...] = ()
 
     @property
     def name(self) -> str:
@@ -59,15 +47,14 @@ class CodesOnDisk:
     def tensors(self, rows: int, in_features: int) -> tuple[DiskTensor, ...]:
         """Scales, then codes."""
         mx = isinstance(self.kept, MxFp8)
+        height, width = self.kept.block if isinstance(self.kept, Fp8PerBlock) else (1, MX_BLOCK)
         codes = DType.I8 if isinstance(self.kept, Int8PerChannel) else DType.F8_E4M3
         shapes = {
             "tensor": ((), (1,), (1, 1)),
             "channel": ((rows, 1), (rows,)),
-            "block": ((-(-rows // BLOCK), -(-in_features // BLOCK)),),
-            "group": ((rows, -(-in_features // MX_BLOCK)),),
-        }[self.strategy]
+        }.get(self.strategy, ((-(-rows // height), -(-in_features // width)),))
         return (
-            *(one.tensor() for one in self.unused),
+            *self.unused,
             DiskTensor("weight_scale", shapes, _E8M0 if mx else SCALE_DTYPES, "weight_scale", as_is=mx),
             DiskTensor("weight", ((rows, in_features),), (codes,), "weight", as_is=True),
         )
@@ -92,7 +79,7 @@ class IntegersOnDisk:
     packed: bool
     columns: int  # I, which packed codes do not tell
     zeros: DType | None = None
-    unused: tuple[Unused, ...] = ()
+    unused: tuple[DiskTensor, ...] = ()
 
     @property
     def name(self) -> str:
@@ -103,7 +90,7 @@ class IntegersOnDisk:
 
     def tensors(self, rows: int, in_features: int) -> tuple[DiskTensor, ...]:
         """What groups have, then codes, which are read to their place where words end with the row."""
-        found = [one.tensor() for one in self.unused]
+        found = list(self.unused)
         groups = -(-in_features // (self.kept.group_size or max(1, in_features)))
         of_groups = {"tensor": ((), (1,), (1, 1)), "channel": ((rows, 1), (rows,))}.get(
             self.strategy, ((rows, groups),)
@@ -115,7 +102,7 @@ class IntegersOnDisk:
         elif self.zeros is not None:
             found.append(DiskTensor("weight_zero_point", of_groups, (self.zeros,), "weight_zero_point"))
         if self.kept.ordered:
-            found.append(DiskTensor("weight_g_idx", ((in_features,),), (DType.I32,), "g_idx"))
+            found.append(DiskTensor("weight_g_idx", ((in_features,),), (DType.I32, DType.I64), "g_idx"))
         found.append(self._codes(rows, in_features))
         return tuple(found)
 
@@ -172,6 +159,10 @@ class IntegersOnDisk:
         if stored.dtype == torch.int32:
             codes = unpack(stored, bits=self.bits, count=count)
             return codes.add_(self.kept.zero - (1 << (self.bits - 1))) if self.bits != self.kept.bits else codes
+        if self.kept.bits < 8 and stored.numel():
+            least, most, zero = int(stored.min()), int(stored.max()), self.kept.zero
+            if least < -zero or most >= zero:
+                raise QuantError(f"{least} to {most}: of {self.bits}-bit integers {-zero} to {zero - 1} can be kept")
         codes = stored.contiguous().view(torch.uint8) + self.kept.zero
         return codes & ((1 << self.kept.bits) - 1)
 
@@ -181,7 +172,7 @@ class Fp4OnDisk:
     """`weight_packed` U8 [O, ceil(I / 2)] (E2M1, the first one low) and its scales; nvfp4's global scale divides."""
 
     kept: MxFp4 | NvFp4
-    unused: tuple[Unused, ...] = ()
+    unused: tuple[DiskTensor, ...] = ()
 
     @property
     def name(self) -> str:
@@ -190,7 +181,7 @@ class Fp4OnDisk:
 
     def tensors(self, rows: int, in_features: int) -> tuple[DiskTensor, ...]:
         """Scales, then codes."""
-        found = [one.tensor() for one in self.unused]
+        found = list(self.unused)
         if isinstance(self.kept, NvFp4):
             scale = ((rows, -(-in_features // NV_BLOCK)),)
             found.append(DiskTensor("weight_scale", scale, (DType.F8_E4M3,), "weight_scale", as_is=True))
@@ -213,20 +204,22 @@ class Fp4OnDisk:
 def unpack(words: torch.Tensor, *, bits: int, count: int) -> torch.Tensor:
     """uint8 [n, count]: the first codes of each row of I32 words [n, ceil(count bits / 32)], as they are offset there.
 
-    A copy, of which callers may make what they want.
+    Eight codes fill `bits` bytes: the k-th of all eights at once.
     """
     import torch
     import torch.nn.functional as F
 
+    rows, eights = words.shape[0], -(-count // 8)
     data = words.contiguous().view(torch.uint8)
-    if bits == 8:
-        return data[:, :count].clone()
-    if bits == 4:
-        return torch.stack((data & 15, data >> 4), -1).flatten(1)[:, :count]
-    first = torch.arange(count, device=words.device) * bits
-    wide = F.pad(data, (0, 1)).to(torch.int32)
-    pair = wide[:, first >> 3] | (wide[:, (first >> 3) + 1] << 8)  # the two bytes that a code lies in
-    return (pair >> (first & 7).to(torch.int32)).bitwise_and_((1 << bits) - 1).to(torch.uint8)
+    parts = F.pad(data, (0, eights * bits - data.shape[1])).view(rows, eights, bits)
+    codes = torch.empty(rows, eights, 8, dtype=torch.uint8, device=words.device)
+    for index in range(8):
+        byte, shift = divmod(index * bits, 8)
+        code = parts[:, :, byte] >> shift
+        if shift + bits > 8:
+            code |= parts[:, :, byte + 1] << (8 - shift)
+        codes[:, :, index] = code & ((1 << bits) - 1)
+    return codes.view(rows, -1)[:, :count]
 
 
 def _strips(rows: int, columns: int) -> Iterator[tuple[int, int]]:

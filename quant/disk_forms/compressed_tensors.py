@@ -14,8 +14,8 @@ from functools import cached_property
 from typing import Any
 
 from quant.disk_forms.compressed_config import WeightArgs, checked_patterns, weight_targets
-from quant.disk_forms.compressed_forms import SCALE_DTYPES, CodesOnDisk, Fp4OnDisk, IntegersOnDisk, Unused
-from quant.disk_forms.form import DiskForm, FoundTensor
+from quant.disk_forms.compressed_forms import SCALE_DTYPES, CodesOnDisk, Fp4OnDisk, IntegersOnDisk
+from quant.disk_forms.form import DiskForm, DiskTensor, FoundTensor
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.float8 import Fp8PerBlock, Fp8PerChannel, Fp8PerTensor
@@ -25,15 +25,21 @@ from quant.microscaling import MX_BLOCK, NV_BLOCK, MxFp4, MxFp8, NvFp4
 from quant.module_patterns import REGEX, WRAPPERS, matches
 
 _LINEAR = ("Linear", "LinearBase", "Module")  # what a linear module's class and its bases are called
-_INPUTS = "scale of quantized activations, which are computed wide here"
-_UNUSED = (
-    *(Unused(leaf, _INPUTS) for leaf in ("input_scale", "input_zero_point", "input_global_scale")),
-    Unused("weight_shape", "the weight's shape, which the configuration gives as well"),
-)
-_OUTPUTS = tuple(Unused(leaf, _INPUTS) for leaf in ("output_scale", "output_zero_point"))
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj")  # scales of their outputs are those of the attention's cache
-_NO_ZEROS = Unused("weight_zero_point", "zero points of a weight that the configuration calls symmetric: zeros")
-_NO_ORDER = Unused("weight_g_idx", "an order of groups, of which the weight has none")
+_ATTENTION = ("q_proj", "k_proj", "v_proj")  # scales of their outputs are those of the attention's cache
+
+
+def _unused(reason: str, *leaves: str) -> tuple[DiskTensor, ...]:
+    return tuple(DiskTensor(leaf, (), (), optional=True, unused=reason) for leaf in leaves)
+
+
+_OF_ACTIVATIONS = "scale of quantized activations, which are computed wide here"
+_INPUTS = _unused(_OF_ACTIVATIONS, "input_scale", "input_zero_point", "input_global_scale")
+_OUTPUTS = _unused(_OF_ACTIVATIONS, "output_scale", "output_zero_point")
+_SHAPE = _unused("the weight's shape, which the configuration gives as well", "weight_shape")
+_NO_ZEROS = _unused("zero points of a weight that is symmetric by its configuration: zeros", "weight_zero_point")
+_NO_ORDER = _unused("an order of groups, of which the weight has none", "weight_g_idx")
+_BESIDE_ATTENTION = (*_INPUTS, *_SHAPE)
+_BESIDE = (*_BESIDE_ATTENTION, *_OUTPUTS)
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,8 @@ class CompressedTensors:
         weight = found.get("weight_packed") or found.get("weight")
         if weight is None:
             return None
+        if "weight_packed" in found and "weight" in found:
+            raise QuantError("weight and weight_packed are both there")
         if weight.dtype.is_wide:
             if "weight_scale" in found:
                 raise QuantError(
@@ -59,7 +67,7 @@ class CompressedTensors:
         args = self._args_of(module)
         if args is None:
             raise QuantError(f"its weight is quantized, but no config group targets it ({self._shown()})")
-        beside = (*_UNUSED, *(() if module.rpartition(".")[2] in _ATTENTION else _OUTPUTS))
+        beside = _BESIDE_ATTENTION if module.rpartition(".")[2] in _ATTENTION else _BESIDE
         return _form(args, found, shape, beside=beside)
 
     def excludes(self, module: str) -> bool:
@@ -124,12 +132,12 @@ def compressed_method(config: Mapping[str, Any]) -> CompressedTensors:
 
 
 def _form(
-    args: WeightArgs, found: Mapping[str, FoundTensor], shape: tuple[int, int], *, beside: tuple[Unused, ...]
+    args: WeightArgs, found: Mapping[str, FoundTensor], shape: tuple[int, int], *, beside: tuple[DiskTensor, ...]
 ) -> DiskForm:
     if "weight_scale" not in found:
         raise QuantError("its weight is quantized, but it has no weight_scale")
     if args.is_float and "weight_packed" in found:
-        return Fp4OnDisk(_kept_fp4(args), (*beside, _NO_ZEROS))
+        return Fp4OnDisk(_kept_fp4(args), (*beside, *_NO_ZEROS))
     codes = found.get("weight_packed") or found["weight"]
     packed = "weight_packed" in found
     wanted = DType.F8_E4M3 if args.is_float else DType.I32 if packed else DType.I8
@@ -138,7 +146,7 @@ def _form(
         kind = f"{args.bits}-bit {'floats' if args.is_float else 'integers'}"
         raise QuantError(f"{leaf} is {codes.dtype.value}, but {kind} are {wanted.value} there")
     if args.is_float:
-        return CodesOnDisk(_kept_fp8(args, found["weight_scale"]), args.strategy, (*beside, _NO_ZEROS))
+        return CodesOnDisk(_kept_fp8(args, found["weight_scale"]), args.strategy, (*beside, *_NO_ZEROS))
     return _integers(args, found, shape, packed=packed, beside=beside)
 
 
@@ -148,20 +156,22 @@ def _integers(
     shape: tuple[int, int],
     *,
     packed: bool,
-    beside: tuple[Unused, ...],
+    beside: tuple[DiskTensor, ...],
 ) -> DiskForm:
     grouped = args.strategy == "group"
     if not packed and args.bits == 8 and args.symmetric and not grouped:
-        return CodesOnDisk(Int8PerChannel(), args.strategy, (*beside, _NO_ZEROS, _NO_ORDER))
+        return CodesOnDisk(Int8PerChannel(), args.strategy, (*beside, *_NO_ZEROS, *_NO_ORDER))
     scale = found["weight_scale"].dtype
     if scale not in SCALE_DTYPES:
         raise QuantError(f"weight_scale is {scale.value}: scales of integers are F32, BF16 or F16")
     ordered = grouped and "weight_g_idx" in found
+    if args.ordered and not ordered:
+        raise QuantError("its groups are of ordered inputs (actorder), but it has no weight_g_idx")
     kept = IntPerGroup(
         bits=4 if args.bits <= 4 else 8, group_size=args.group_size, symmetric=args.symmetric, scale_dtype=scale,
         ordered=ordered,
     )  # fmt: skip
-    unused = (*beside, *((_NO_ZEROS,) if args.symmetric else ()), *(() if ordered else (_NO_ORDER,)))
+    unused = (*beside, *(_NO_ZEROS if args.symmetric else ()), *(() if ordered else _NO_ORDER))
     zeros = None if args.symmetric else _zeros(found)
     return IntegersOnDisk(kept, args.bits, args.strategy, packed, shape[1], zeros, unused)
 
@@ -192,10 +202,12 @@ def _kept_fp8(args: WeightArgs, scale: FoundTensor) -> Fp8PerTensor | Fp8PerChan
     if args.strategy == "channel":
         return Fp8PerChannel()
     if args.strategy == "block":
-        return Fp8PerBlock()
+        return Fp8PerBlock(block=args.block)
+    if scale.dtype in SCALE_DTYPES:
+        return Fp8PerBlock(block=(1, args.group_size))
     if args.group_size == MX_BLOCK and scale.dtype in (DType.U8, DType.F8_E8M0):
         return MxFp8()
     raise QuantError(
-        f"FP8 in groups of {args.group_size} with {scale.dtype.value} scales: groups of {MX_BLOCK} with E8M0 scales "
-        "(mxfp8) can be read"
+        f"FP8 in groups of {args.group_size} with {scale.dtype.value} scales: E8M0 scales are read for groups of "
+        f"{MX_BLOCK} (mxfp8)"
     )

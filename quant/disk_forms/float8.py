@@ -16,6 +16,7 @@ from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.float8 import Fp8PerBlock, Fp8PerChannel, Fp8PerTensor
 from quant.microscaling import MX_BLOCK, MxFp8
+from quant.module_patterns import check_patterns
 from quant.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -138,8 +139,8 @@ def fp8_method(config: Mapping[str, Any]) -> Fp8Method:
 def mxfp8_method(config: Mapping[str, Any]) -> Fp8Method:
     """The method of a quantization_config of quant_method mxfp8. Raises QuantError for what cannot be read."""
     block = _block_size(config)
-    if block not in (None, _MX):
-        raise QuantError(f"weight_block_size {list(block or ())}: the blocks of mxfp8 are {list(_MX)}")
+    if block is not None and block != _MX:
+        raise QuantError(f"weight_block_size {list(block)}: the blocks of mxfp8 are {list(_MX)}")
     return Fp8Method(_MX, ignored_modules(config, *IGNORED), "mxfp8")
 
 
@@ -158,4 +159,4 @@ def ignored_modules(config: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
     ignored = config.get(key) or []
     if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
         raise QuantError(f"{key} {str(ignored)[:80]!r}: a list of names is needed")
-    return tuple(ignored)
+    return check_patterns(ignored)

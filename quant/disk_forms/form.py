@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from quant.dtypes import DType
@@ -54,6 +55,10 @@ class DiskForm(Protocol):
         """The scheme that keeps exactly what is on disk."""
         ...
 
+    def __hash__(self) -> int:
+        """Forms are values."""
+        ...
+
     def tensors(self, rows: int, in_features: int) -> tuple[DiskTensor, ...]:
         """The tensors of a weight [rows, in_features]. Those that fill "weight" come last: rows are usable from then.
 
@@ -65,6 +70,16 @@ class DiskForm(Protocol):
         """Fill, of the views `out` that `kept` gives of the weight's section, the one that `leaf` makes: from the whole
         tensor, in the shape and dtype that it has on disk, on out's device. Tensors that are `as_is` may come in runs
         of rows instead, and need no call: their bytes are copied."""
+        ...
+
+
+@runtime_checkable
+class RenamesLeaves(Protocol):
+    """A method whose tensors' names end with more than one word behind the module's."""
+
+    @property
+    def leaves(self) -> Mapping[str, str]:
+        """What names end with on disk, such as "weight.absmax" -> as the leaf that it is read as."""
         ...
 
 
@@ -104,11 +119,17 @@ class FoundTensor:
     dtype: DType
 
 
+@lru_cache(maxsize=256)
+def disk_tensors(form: DiskForm, rows: int, in_features: int) -> tuple[DiskTensor, ...]:
+    """`form.tensors`, remembered: a large model asks tens of thousands of times for the few kinds of weight it has."""
+    return form.tensors(rows, in_features)
+
+
 def fill(
     form: DiskForm, tensors: Mapping[str, torch.Tensor], out: Mapping[str, torch.Tensor], *, shape: tuple[int, int]
 ) -> None:
     """Fill all views `out` of a weight [rows, in_features] from all of its tensors, by leaf."""
-    for one in form.tensors(*shape):
+    for one in disk_tensors(form, *shape):
         if one.as_is:
             out[one.fills].copy_(same_bytes(tensors[one.leaf], out[one.fills]))
         elif one.fills and one.leaf in tensors:

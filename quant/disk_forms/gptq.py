@@ -21,7 +21,7 @@ from quant.disk_forms.settings import is_set, stated, whole_number, word
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.int4 import IntPerGroup
-from quant.module_patterns import REGEX, check_pattern, matches
+from quant.module_patterns import REGEX, check_patterns, matches
 
 if TYPE_CHECKING:
     import torch
@@ -82,10 +82,9 @@ class GptqOnDisk:
             self._place_order(tensor, out)
 
     def _place_order(self, order: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
-        groups = out["weight_scale"].shape[1]
-        least, most = int(order.min()), int(order.max())
-        if least < 0 or most >= groups:
-            raise QuantError(f"g_idx names groups {least} to {most}, but there are {groups}")
+        from quant.int4_codec import check_order
+
+        check_order(order, groups=out["weight_scale"].shape[1])
         out["g_idx"].copy_(order)
 
 
@@ -184,12 +183,13 @@ def _rules(config: Mapping[str, Any]) -> tuple[GptqRule, ...]:
         return ()
     if not isinstance(found, Mapping):
         raise QuantError(f"dynamic {str(found)[:80]!r}: an object of patterns is needed")
-    return tuple(_rule(pattern, settings) for pattern, settings in found.items())
+    rules = tuple(_rule(pattern, settings) for pattern, settings in found.items())
+    check_patterns(rule.pattern for rule in rules)
+    return rules
 
 
 def _rule(pattern: str, settings: Any) -> GptqRule:
     expression = REGEX + pattern.removeprefix(_EXCEPT).removeprefix(_ALSO)
-    check_pattern(expression)
     if pattern.startswith(_EXCEPT):
         return GptqRule(expression, excluded=True)
     if not isinstance(settings, Mapping):

@@ -13,12 +13,18 @@ from quant.errors import QuantError
 _HOMES: Mapping[str, tuple[str, str]] = MappingProxyType({
     "fp8": ("quant.disk_forms.float8", "fp8_method"),
     "fbgemm_fp8": ("quant.disk_forms.float8", "fp8_method"),
+    "bitsandbytes": ("quant.disk_forms.bitsandbytes", "bitsandbytes_method"),
+    "torchao": ("quant.disk_forms.torchao", "torchao_method"),
     "mxfp8": ("quant.disk_forms.float8", "mxfp8_method"),
+    "modelopt": ("quant.disk_forms.modelopt", "modelopt_method"),
+    "modelopt_fp4": ("quant.disk_forms.modelopt", "modelopt_method"),
+    "modelopt_mxfp8": ("quant.disk_forms.modelopt", "modelopt_method"),
     "gptq": ("quant.disk_forms.gptq", "gptq_method"),
     "gptq_marlin": ("quant.disk_forms.gptq", "gptq_method"),  # a kernel that is asked for; the files are the same
     "awq": ("quant.disk_forms.awq", "awq_method"),
     "awq_marlin": ("quant.disk_forms.awq", "awq_method"),
     "compressed-tensors": ("quant.disk_forms.compressed_tensors", "compressed_method"),
+    "mxfp4": ("quant.disk_forms.mxfp4", "mxfp4_method"),
 })  # fmt: skip
 
 

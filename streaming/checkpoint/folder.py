@@ -28,6 +28,7 @@ from streaming.checkpoint.members import (
     member_fault,
     read_member_object,
 )
+from streaming.checkpoint.parts import Part, check_has_part
 from streaming.checkpoint.report import Report
 from streaming.checkpoint.tensors import Checkpoint, TensorInfo
 from streaming.checkpoint.unopened import unopened_files
@@ -38,17 +39,23 @@ _NAMED = 5  # missing files that a message names one by one
 
 
 def open_weights_folder(
-    root: Path, *, kinds: tuple[FileKind, ...] = HF_KINDS, part: bool = False, patterns: tuple[str, ...] = ()
+    root: Path,
+    *,
+    kinds: tuple[FileKind, ...] = HF_KINDS,
+    part: bool = False,
+    patterns: tuple[str, ...] = (),
+    of_model: Part = Part.LANGUAGE,
 ) -> Checkpoint:
     """The checkpoint in a folder of weight files and a config.json. `kinds`: those asked for, the preferred first.
 
     `part`: it is a further source of a model, which needs no config.json; `patterns`: only files of these names are
-    taken, whatever an index says. Raises CheckpointError (CheckpointFormatError where a file is broken) with all
-    problems of all files.
+    taken, whatever an index says; `of_model`: files that the index shows to hold nothing of this part of the model are
+    not opened. Raises CheckpointError (CheckpointFormatError where a file is broken) with all problems of all files.
     """
     listing = list_folder(root)
     report = Report(root)
     config = {} if part else _read_config(root, report)
+    check_has_part(root, of_model)
     if patterns:
         listing = Listing(root, listing.matching(*patterns))
     kind = _choose_kind(listing, kinds)
@@ -58,10 +65,13 @@ def open_weights_folder(
     assert kind is not None
     has_index = kind.index is not None and kind.index in listing
     index = _read_index(root, kind, report) if has_index else None
-    unopened = tuple(unopened_files(root, index, config)) if index and config else ()
+    unopened = tuple(unopened_files(root, index, config, part=of_model)) if index and config else ()
     if index and unopened:
         left_out = {name for file in unopened for name in file.reasons}
         index = {name: file for name, file in index.items() if name not in left_out}
+        if not index:
+            report.add(f"{root / str(kind.index)}: places no tensor of the model's {of_model.value} part")
+            report.raise_if_any()
     names = sorted(set(index.values())) if index is not None else _names_of(listing, kind)
     if not has_index and not patterns:
         for gap in _gaps(names):

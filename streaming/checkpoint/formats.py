@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from streaming.checkpoint.location import locate
 from streaming.checkpoint.members import CONSOLIDATED, GGUF, INDEX, PARAMS, PICKLES, SAFETENSORS, SHARDED, list_folder
+from streaming.checkpoint.parts import Part, gguf_has_none
 from streaming.checkpoint.tensors import Checkpoint
 from streaming.errors import CheckpointError, OptionError
 from streaming.remote.address import is_address
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from streaming.checkpoint.file_kinds import FileKind
 
 Opener = Callable[[Path], Checkpoint]
+_ENCODER_FORMATS = ("auto", "hf", "safetensors", "pt", "remote")
 
 
 def open_checkpoint(
@@ -31,21 +33,31 @@ def open_checkpoint(
     load_format: str = "auto",
     revision: str | None = None,
     remote_cache: str | None = None,
+    part: Part = Part.LANGUAGE,
 ) -> Checkpoint:
     """Find a model's files and read their headers; no weight byte is read.
 
     `model`: "demo", a folder, a .safetensors, .gguf, .bin, .pt or .pth file, a hub id owner/name[@revision], or an
-    address scheme://host/folder; `remote_cache`: where files of the last are kept for the next time. (npcache alone
-    reads .bin files whole, once, to write its cache.) Raises OptionError for options that cannot work and
-    CheckpointError, with all problems of all files, for models that cannot.
+    address scheme://host/folder; `remote_cache`: where files of the last are kept for the next time; `part`: files that
+    an index shows to hold nothing of it are neither fetched nor opened. (npcache alone reads .bin files whole, once, to
+    write its cache.) Raises OptionError for options that cannot work and CheckpointError, with all problems of all
+    files, for models that cannot.
     """
     check_load_format(load_format)
-    opener = LOAD_FORMATS[load_format]
+    if part is Part.ENCODER:
+        check_encoder_format(load_format)
     if is_address(os.fspath(model)):
-        return _open_address(os.fspath(model), load_format=load_format, revision=revision, remote_cache=remote_cache)
+        return _open_address(
+            os.fspath(model), load_format=load_format, revision=revision, remote_cache=remote_cache, part=part
+        )
     if remote_cache is not None:
         raise OptionError(f"--remote-cache {remote_cache} belongs to addresses (scheme://...); {model} is none")
-    return opener(Path(model) if load_format == "remote" else locate(model, revision=revision, load_format=load_format))
+    if load_format == "remote":
+        return _open_remote(Path(model))
+    if part is Part.ENCODER:
+        load_format = encoder_format(load_format)
+    path = locate(model, revision=revision, load_format=load_format, part=part)
+    return LOAD_FORMATS[load_format](path) if part is Part.LANGUAGE else _open_encoder(path, load_format)
 
 
 def check_load_format(load_format: str) -> None:
@@ -54,14 +66,38 @@ def check_load_format(load_format: str) -> None:
         raise OptionError(f"unknown --load-format {load_format!r}; known are {', '.join(LOAD_FORMATS)}")
 
 
-def _open_address(model: str, *, load_format: str, revision: str | None, remote_cache: str | None) -> Checkpoint:
+def check_encoder_format(load_format: str) -> None:
+    """Raise OptionError for a format that an encoder is not read from."""
+    if load_format not in _ENCODER_FORMATS:
+        known = ", ".join(_ENCODER_FORMATS)
+        raise OptionError(f"--load-format {load_format} reads the language part; --part encoder goes with {known}")
+
+
+def encoder_format(load_format: str) -> str:
+    """What `auto` means for an encoder: Hugging Face's layout."""
+    return "hf" if load_format == "auto" else load_format
+
+
+def _open_encoder(path: Path, load_format: str) -> Checkpoint:
+    """The files of Hugging Face's layout that hold some of a multimodal model's encoder."""
+    from streaming.checkpoint.file_kinds import HF_KINDS, PT_KINDS, SAFETENSORS_KIND
+
+    if path.suffix == ".gguf" or (path.is_dir() and _only_gguf(path)):
+        raise gguf_has_none(path)
+    kinds = {"hf": HF_KINDS, "safetensors": (SAFETENSORS_KIND,), "pt": PT_KINDS}[load_format]
+    return _open_weights(path, load_format, kinds, part=Part.ENCODER)
+
+
+def _open_address(
+    model: str, *, load_format: str, revision: str | None, remote_cache: str | None, part: Part
+) -> Checkpoint:
     from streaming.remote.folder import open_remote
 
     if load_format not in ("auto", "remote") and (load_format, model[-5:]) != ("gguf", ".gguf"):
         raise OptionError(f"--load-format {load_format} reads local files; {model} is an address: use remote or auto")
     if revision is not None:
         raise OptionError(f"revision {revision!r} belongs to hub ids; {model} is an address")
-    return open_remote(model, copies=None if remote_cache is None else Path(remote_cache))
+    return open_remote(model, copies=None if remote_cache is None else Path(remote_cache), part=part)
 
 
 def _open_remote(path: Path) -> Checkpoint:
@@ -159,12 +195,14 @@ def _open_dummy(path: Path) -> Checkpoint:
     return open_dummy(path)
 
 
-def _open_weights(path: Path, load_format: str, kinds: tuple[FileKind, ...]) -> Checkpoint:
+def _open_weights(
+    path: Path, load_format: str, kinds: tuple[FileKind, ...], *, part: Part = Part.LANGUAGE
+) -> Checkpoint:
     """A folder that has files of one of these kinds, or one such file."""
     from streaming.checkpoint.folder import open_weights_file, open_weights_folder
 
     if path.is_dir():
-        return open_weights_folder(path, kinds=kinds)
+        return open_weights_folder(path, kinds=kinds, of_model=part)
     kind = next((kind for kind in kinds if path.suffix == kind.suffix), None)
     if kind is None:
         raise _wrong_file(path, load_format, " or ".join(kind.suffix for kind in kinds))

@@ -15,6 +15,7 @@ from pathlib import Path
 from streaming.checkpoint.files import read_json_object
 from streaming.checkpoint.index import read_index
 from streaming.checkpoint.members import BIN_INDEX, CONFIG, INDEX, PARAMS
+from streaming.checkpoint.parts import Part
 from streaming.checkpoint.unopened import unused_by_file
 from streaming.checkpoint.wanted_files import index_name, parts_missing, quantized_file, weight_files
 from streaming.errors import CheckpointError, OptionError
@@ -118,8 +119,11 @@ def cached_snapshot(model: HubId) -> Path | None:
     return snapshot if snapshot.is_dir() else None
 
 
-def is_complete(snapshot: Path, *, load_format: str = "auto", file: str | None = None) -> bool:
-    """Whether a snapshot has all that a load format needs: a configuration, and every weights file.
+def is_complete(
+    snapshot: Path, *, load_format: str = "auto", file: str | None = None, part: Part = Part.LANGUAGE
+) -> bool:
+    """Whether a snapshot has all that a load format needs for this part of the model: a configuration, and every
+    weights file.
 
     `file`: the one GGUF file that is meant. A snapshot that is wrong otherwise (a broken index, several GGUF models)
     counts as complete: fetching again would not mend it, and opening it says what is wrong.
@@ -127,7 +131,7 @@ def is_complete(snapshot: Path, *, load_format: str = "auto", file: str | None =
     names = names_in(snapshot)
     try:
         weights = weight_files(names, load_format=load_format, file=file)
-        index = read_repo_index(snapshot, weights, names) if file is None else None
+        index = read_repo_index(snapshot, weights, names, part=part) if file is None else None
     except CheckpointError:
         several = load_format in ("auto", "gguf") and any(name.endswith(".gguf") for name in names)
         return file is None and several
@@ -140,8 +144,11 @@ def is_complete(snapshot: Path, *, load_format: str = "auto", file: str | None =
     return all((snapshot / name).exists() for name in weights)
 
 
-def read_repo_index(snapshot: Path, weights: Collection[str], names: Collection[str]) -> dict[str, str] | None:
-    """What the index of such weights says of the files that are needed, where the snapshot has one that can be used."""
+def read_repo_index(
+    snapshot: Path, weights: Collection[str], names: Collection[str], *, part: Part = Part.LANGUAGE
+) -> dict[str, str] | None:
+    """What the index of such weights says of the files that this part of the model needs, where the snapshot has one
+    that can be used. OptionError where the model has no such part."""
     name = index_name(weights)
     if name is None or name not in names:
         return None
@@ -149,16 +156,17 @@ def read_repo_index(snapshot: Path, weights: Collection[str], names: Collection[
         index = read_index(snapshot / name, suffix=Path(next(iter(weights))).suffix)
     except CheckpointError:
         return None  # opening says what is wrong with it
-    return _needed(index, snapshot) if name in (INDEX, BIN_INDEX) else index
+    return _needed(index, snapshot, part) if name in (INDEX, BIN_INDEX) else index
 
 
-def _needed(index: dict[str, str], snapshot: Path) -> dict[str, str]:
+def _needed(index: dict[str, str], snapshot: Path, part: Part) -> dict[str, str]:
     """Without the files of which the model uses nothing (see `unopened`): they are not opened, so not fetched."""
     try:
-        unused = unused_by_file(index, read_json_object(snapshot / CONFIG))
+        unused = unused_by_file(index, read_json_object(snapshot / CONFIG), part=part)
     except CheckpointError:
         return index  # opening says what is wrong with the configuration
-    return {tensor: file for tensor, file in index.items() if file not in unused} or index
+    needed = {tensor: file for tensor, file in index.items() if file not in unused}
+    return needed or (index if part is Part.LANGUAGE else {})  # opening says that there is nothing of an encoder
 
 
 def _has_config(names: Collection[str], weights: Collection[str]) -> bool:

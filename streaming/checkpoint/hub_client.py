@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from streaming.checkpoint import hub_folder, hub_partial
 from streaming.checkpoint.hub import HubId, Tell, Transfer, hub_cache, read_repo_index, repo_folder, with_file
+from streaming.checkpoint.parts import Part, check_has_part
 from streaming.checkpoint.wanted_files import small_files, weight_files
-from streaming.errors import CheckpointError
+from streaming.errors import CheckpointError, OptionError
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -28,9 +29,11 @@ _PUBLIC_HUB = "https://huggingface.co"
 _INTERRUPTED_S = 2.0  # how long an interrupted fetch may take to remove its half files
 
 
-def fetch_snapshot(model: HubId, *, load_format: str = "auto", tell: Tell | None = None) -> tuple[Path, HubId]:
-    """Fetch what a load format needs of a model; its folder in the cache, and the model with its one file, where it was
-    asked for by a quantization. Files that are there are not fetched again.
+def fetch_snapshot(
+    model: HubId, *, load_format: str = "auto", tell: Tell | None = None, part: Part = Part.LANGUAGE
+) -> tuple[Path, HubId]:
+    """Fetch what a load format needs of this part of a model; its folder in the cache, and the model with its one
+    file, where it was asked for by a quantization. Files that are there are not fetched again.
 
     The small files come first, so that the index decides which weights are asked for. Raises CheckpointError with the
     reason in words; an interrupt ends it soon, and whole files stay.
@@ -39,7 +42,8 @@ def fetch_snapshot(model: HubId, *, load_format: str = "auto", tell: Tell | None
     with _in_words(client, model):
         commit, sizes = _list_files(client, model)
         model = with_file(model, sizes)
-        return _fetch_chosen(_Fetch(client, model, commit, sizes, tell), model, commit, sizes, load_format), model
+        fetch = _Fetch(client, model, commit, sizes, tell)
+        return _fetch_chosen(fetch, model, commit, sizes, load_format, part), model
 
 
 def fetch_folder(
@@ -51,13 +55,16 @@ def fetch_folder(
         commit, sizes = _list_files(client, model)
         model = with_file(model, sizes)
         fetch = _Fetch(client, model, commit, sizes, tell, into=folder)
-        return _fetch_chosen(fetch, model, commit, sizes, load_format), model
+        return _fetch_chosen(fetch, model, commit, sizes, load_format, Part.LANGUAGE), model
 
 
-def _fetch_chosen(fetch: _Fetch, model: HubId, commit: str, sizes: dict[str, int], load_format: str) -> Path:
+def _fetch_chosen(
+    fetch: _Fetch, model: HubId, commit: str, sizes: dict[str, int], load_format: str, part: Part
+) -> Path:
     chosen = weight_files(sizes, load_format=load_format, file=model.file)  # no weights: said before any is fetched
     folder = fetch.run(small_files(sizes), revision=model.revision)  # by its name: the cache notes what it means
-    if model.file is None and (index := read_repo_index(folder, chosen, sizes)) is not None:
+    check_has_part(folder, part)
+    if model.file is None and (index := read_repo_index(folder, chosen, sizes, part=part)) is not None:
         chosen = weight_files(sizes, load_format=load_format, index=index)
     return fetch.run([name for name in chosen if name in sizes], revision=commit)
 
@@ -245,6 +252,8 @@ def _in_words(client: Any, model: HubId, *, into: Path | None = None) -> Iterato
     logger.setLevel(logging.ERROR)
     try:
         yield
+    except OptionError:
+        raise  # what was asked for cannot be; nothing went wrong with the fetch
     except Exception as error:  # the client's own, its http library's, the system's: all mean "not fetched"
         if into is not None:
             raise CheckpointError(

@@ -18,19 +18,20 @@ from streaming.checkpoint.hub import (
     repo_folder,
     with_file,
 )
+from streaming.checkpoint.parts import Part
 from streaming.errors import CheckpointError
 
 USE_MODELSCOPE = "FIRSTLAYER_USE_MODELSCOPE"
 
 
-def locate_hub_id(name: str, *, revision: str | None, load_format: str, tell: Tell | None) -> Path:
+def locate_hub_id(name: str, *, revision: str | None, load_format: str, tell: Tell | None, part: Part) -> Path:
     """The folder or file of owner/name[/file.gguf or :QUANTIZATION][@revision]: see `locate` in `location.py`."""
     found = hub_id(name, revision=revision)
     if uses_modelscope():
         from streaming.checkpoint.modelscope import fetch_from_modelscope
 
         return fetch_from_modelscope(found, load_format=load_format)
-    return _cached(found, load_format) or fetch(found, load_format=load_format, tell=tell)
+    return _cached(found, load_format, part) or fetch(found, load_format=load_format, tell=tell, part=part)
 
 
 def hub_id(name: str, *, revision: str | None = None) -> HubId:
@@ -44,8 +45,11 @@ def hub_id(name: str, *, revision: str | None = None) -> HubId:
     return found
 
 
-def fetch(model: HubId, *, load_format: str = "auto", tell: Tell | None = None) -> Path:
-    """The model from the network, into the hub's cache; its folder or file there. Raises CheckpointError."""
+def fetch(model: HubId, *, load_format: str = "auto", tell: Tell | None = None, part: Part = Part.LANGUAGE) -> Path:
+    """This part of the model from the network, into the hub's cache; its folder or file there.
+
+    Raises CheckpointError, OptionError where it has no such part.
+    """
     if is_offline():
         raise CheckpointError(
             f"{model.repo}: no such file or folder here ({Path.cwd()}), revision {model.revision!r} is not whole in "
@@ -53,7 +57,7 @@ def fetch(model: HubId, *, load_format: str = "auto", tell: Tell | None = None) 
         )
     from streaming.checkpoint.hub_client import fetch_snapshot
 
-    return _inside(*fetch_snapshot(model, load_format=load_format, tell=tell))
+    return _inside(*fetch_snapshot(model, load_format=load_format, tell=tell, part=part))
 
 
 def fetch_into(folder: Path, model: HubId, *, load_format: str = "auto", tell: Tell | None = None) -> Path:
@@ -68,7 +72,7 @@ def fetch_into(folder: Path, model: HubId, *, load_format: str = "auto", tell: T
     return _inside(*fetch_folder(model, folder, load_format=load_format, tell=tell))
 
 
-def _cached(model: HubId, load_format: str) -> Path | None:
+def _cached(model: HubId, load_format: str, part: Part) -> Path | None:
     """What the cache has of it. Offline, what is not whole is taken too: opening it names what is missing."""
     snapshot = cached_snapshot(model)
     if snapshot is None:
@@ -79,7 +83,7 @@ def _cached(model: HubId, load_format: str) -> Path | None:
         if is_offline():
             raise CheckpointError(f"{model.repo}: {snapshot}: {error}; HF_HUB_OFFLINE forbids to fetch it") from error
         return None
-    if is_complete(snapshot, load_format=load_format, file=model.file):
+    if is_complete(snapshot, load_format=load_format, file=model.file, part=part):
         return _inside(snapshot, model)
     return snapshot if is_offline() and model.file is None else None
 

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from streaming.checkpoint.parts import Part
 from streaming.errors import CheckpointError, OptionError
 
 if TYPE_CHECKING:
@@ -23,12 +24,13 @@ def locate(
     revision: str | None = None,
     load_format: str = "auto",
     tell: Tell | None = None,
+    part: Part = Part.LANGUAGE,
 ) -> Path:
     """The folder or file of a model: `demo`, a path, or a hub id `owner/name[/file.gguf][@revision]`.
 
     A hub id is looked up in the hub's local cache first and fetched when it is not there: those files that
-    `load_format` needs. `tell` is told how far that has come. Raises CheckpointError that says where was looked,
-    OptionError for a revision of what has none.
+    `load_format` needs for this part of the model. `tell` is told how far that has come. Raises CheckpointError that
+    says where was looked, OptionError for a revision of what has none, and for a part that the model has not.
     """
     name = os.fspath(model)
     if name == DEMO:
@@ -43,7 +45,7 @@ def locate(
         return Path(name)
     from streaming.checkpoint.hub_location import locate_hub_id
 
-    return locate_hub_id(name, revision=revision, load_format=load_format, tell=tell)
+    return locate_hub_id(name, revision=revision, load_format=load_format, tell=tell, part=part)
 
 
 def _demo_file() -> Path:

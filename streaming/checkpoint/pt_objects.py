@@ -222,7 +222,9 @@ _STORAGES: Mapping[str, DType | None] = MappingProxyType({
     "torch.BoolStorage": DType.BOOL, "torch.ComplexFloatStorage": DType.C64,
     "torch.UntypedStorage": None, "torch.storage.UntypedStorage": None,
 })  # fmt: skip
-_DTYPES: Mapping[str, DType] = MappingProxyType({f"torch.{dtype.torch_name}": dtype for dtype in DType})
+_DTYPES: Mapping[str, DType] = MappingProxyType({
+    f"torch.{dtype.torch_name}": dtype for dtype in DType if dtype.in_files
+})  # fmt: skip
 _TENSOR_TYPES = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter")
 _UNSUPPORTED: Mapping[str, str] = MappingProxyType({
     "torch._utils._rebuild_qtensor": "a quantized tensor",

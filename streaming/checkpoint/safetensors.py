@@ -28,7 +28,7 @@ HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
 _LENGTH_NBYTES = 8
 _LARGEST = 2**63 - 1  # no file, and no tensor, can be larger
 _KEYS = {"dtype", "shape", "data_offsets"}
-_DTYPES: Mapping[str, DType] = MappingProxyType({dtype.value: dtype for dtype in DType})
+_DTYPES: Mapping[str, DType] = MappingProxyType({dtype.value: dtype for dtype in DType if dtype.in_files})
 
 
 def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
@@ -110,7 +110,7 @@ def _dtype(entry: Any) -> DType:
         raise ValueError(f"its entry should have dtype, shape and data_offsets, found {found}")
     name = entry["dtype"]
     if name in ("F8_E4M3FNUZ", "F8_E5M2FNUZ"):
-        raise ValueError(f"dtype {name}: codes of another 8-bit float than F8_E4M3, which alone can be read; convert it")
+        raise ValueError(f"dtype {name}: codes of another 8-bit float than F8_E4M3, which can be read; convert it")
     if type(name) is not str or name not in _DTYPES:
         raise ValueError(f"unknown dtype {_short(name)}; known are {', '.join(_DTYPES)}")
     return _DTYPES[name]

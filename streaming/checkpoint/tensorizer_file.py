@@ -129,5 +129,5 @@ def dtype_of(name: str) -> DType | None:
     """The dtype of numpy's name ("<f4"), or of "storage dtype, NUL, torch's name" where numpy has none."""
     _, opaque, torch_name = name.partition("\0")
     if opaque:
-        return next((dtype for dtype in DType if f"torch.{dtype.torch_name}" == torch_name), None)
+        return next((dtype for dtype in DType if dtype.in_files and f"torch.{dtype.torch_name}" == torch_name), None)
     return _NUMPY.get(name.lstrip("<|="))

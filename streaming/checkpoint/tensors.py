@@ -42,7 +42,9 @@ class TensorInfo:
     offset: int  # of the first byte, from the start of the file
     nbytes: int
     encoding: Encoding | None = None
-    rope_heads: int = 0  # rows of each of this many heads are stored interleaved (GGUF's llama q/k) and are put right
+    # Rows of each of this many heads are stored interleaved and are put right: even ones first, then odd ones. GGUF's
+    # llama q/k are so; an expert whose gate and up take turns is one head.
+    rope_heads: int = 0
     big_endian: bool = False
     strides: tuple[int, ...] | None = None  # in elements, where numbers do not lie row after row: it is read whole
     shift: float = 0.0  # added to each number (GGUF's gemma norms, which are kept with 1 on top)

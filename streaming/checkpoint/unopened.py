@@ -1,6 +1,7 @@
-"""Files that need not be opened: the index says that all they hold is dropped by name (a vision tower). [no-torch]
+"""Files that need not be opened: the index says that nothing in them is of the part that is asked for. [no-torch]
 
-What a family does not use is known from config.json and the names in the index, before any header is read.
+What a family does not use (a vision tower), or what is not its encoder where that alone is asked for, is known from
+config.json and the names in the index, before any header is read.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from streaming.checkpoint.parts import Part, reasons
 from streaming.checkpoint.remote_file import WeightFile
 
 
@@ -22,24 +24,26 @@ class Unopened:
     reasons: Mapping[str, str]
 
 
-def unopened_files(root: Path, index: Mapping[str, str], config: Mapping[str, Any]) -> Iterator[Unopened]:
-    """The files of an index (tensor -> file) from which the model that the configuration describes uses nothing."""
-    for file, reasons in unused_by_file(index, config).items():
-        yield Unopened(root / file, _size(root / file), reasons)
+def unopened_files(
+    root: Path, index: Mapping[str, str], config: Mapping[str, Any], *, part: Part = Part.LANGUAGE
+) -> Iterator[Unopened]:
+    """The files of an index (tensor -> file) from which this part of the model that the configuration describes uses
+    nothing. OptionError where there is no such part."""
+    for file, found in unused_by_file(index, config, part=part).items():
+        yield Unopened(root / file, _size(root / file), found)
 
 
-def unused_by_file(index: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+def unused_by_file(
+    index: Mapping[str, str], config: Mapping[str, Any], *, part: Part = Part.LANGUAGE
+) -> dict[str, dict[str, str]]:
     """Their names, and why each of their tensors is not used.
 
     None of a configuration that cannot be read: whoever parses it next says what is wrong.
     """
-    from layers.config import parse_config, weight_map
     from layers.errors import ModelConfigError
-    from layers.name_lookup import NameLookup
-    from layers.weights import Dropped
 
     try:
-        names = NameLookup(weight_map(parse_config(config)))
+        reason_of = reasons(config, part)
     except ModelConfigError:
         return {}
     unused: dict[str, dict[str, str]] = {}
@@ -47,14 +51,14 @@ def unused_by_file(index: Mapping[str, str], config: Mapping[str, Any]) -> dict[
     for name, file in index.items():
         by_file.setdefault(file, []).append(name)
     for file, tensors in by_file.items():
-        reasons: dict[str, str] = {}
+        found: dict[str, str] = {}
         for name in tensors:
-            target = names.locate(name)
-            if not isinstance(target, Dropped):
+            reason = reason_of(name)
+            if reason is None:
                 break
-            reasons[name] = target.reason
+            found[name] = reason
         else:
-            unused[file] = reasons
+            unused[file] = found
     return unused
 
 

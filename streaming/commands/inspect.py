@@ -14,15 +14,23 @@ from streaming.plan import LayerPlan, LoadItem
 from streaming.prepare import Prepared, prepare
 from streaming.sizes import format_size
 
+PARTS = ("language", "encoder")
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `inspect` takes."""
     parser.add_argument("--layer", metavar="NAME", help="one layer only: a number, embed or head")
     parser.add_argument("--files", action="store_true", help="what each file holds, whatever the architecture")
+    parser.add_argument("--part", choices=PARTS, default="language", metavar="PART",
+        help="of a multimodal model: language (the default) or encoder, which is listed and not run here")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the listing."""
+    if options.part == "encoder":
+        from streaming.commands.encoder_listing import list_encoder
+
+        return list_encoder(options)
     if options.files:
         from streaming.commands.file_listing import list_files
 

@@ -63,7 +63,7 @@ def _say(options: argparse.Namespace, prepared: Prepared, folder: FolderPlan, bu
     files = [file.name for file in folder.files]
     if options.json:
         found = {
-            "out": str(options.out), "quantization": prepared.options.quantization, "format": folder.format,
+            "out": str(options.out), "quantization": prepared.options.quantization_words, "format": folder.format,
             "dtype": prepared.dtype.torch_name, "bytes_read": prepared.plan.read_nbytes, "bytes_written": folder.nbytes,
             "peak_bytes": budget.peak_nbytes, "files": files,
         }  # fmt: skip

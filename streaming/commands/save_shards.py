@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from streaming import cli
@@ -42,7 +43,7 @@ def _save(options: argparse.Namespace, prepared: Prepared, wanted: Manifest) -> 
     progress = make_progress(options, prepared)
     try:
         with writing(prepared, options.out, wanted) as writer:
-            with LLM.start(prepared, hooks=progress_hooks(progress)) as llm:
+            with LLM.start(replace(prepared, post_process=False), hooks=progress_hooks(progress)) as llm:
                 manifest = llm.call(lambda runner, stop: writer.write(runner, stop=stop))
                 llm.wait_loaded()
             return manifest
@@ -52,7 +53,7 @@ def _save(options: argparse.Namespace, prepared: Prepared, wanted: Manifest) -> 
 
 def _say(options: argparse.Namespace, prepared: Prepared, manifest: Manifest, *, written: bool) -> None:
     found = {
-        "out": str(options.out), "written": written, "quantization": manifest.quantization, "dtype": manifest.dtype,
+        "out": str(options.out), "written": written, "quantization": manifest.schemes, "dtype": manifest.dtype,
         "bytes_read": prepared.plan.read_nbytes if written else 0, "bytes_kept": prepared.plan.kept_nbytes,
         "files": [file.name for file in manifest.files],
     }  # fmt: skip
@@ -61,4 +62,4 @@ def _say(options: argparse.Namespace, prepared: Prepared, manifest: Manifest, *,
         return
     kept = format_size(prepared.plan.kept_nbytes)
     done = "written" if written else "holds the same already"
-    sys.stdout.write(f"{options.out}: {kept} in {manifest.quantization} ({manifest.dtype}): {done}\n")
+    sys.stdout.write(f"{options.out}: {kept} in {manifest.schemes} ({manifest.dtype}): {done}\n")

@@ -102,15 +102,23 @@ def fetch_first(options: argparse.Namespace) -> None:
     """Bring a hub id that is not in the cache, before a command that would do so without a line. OptionError first."""
     import os
 
-    from streaming.checkpoint.formats import check_load_format
+    from streaming.checkpoint.formats import check_encoder_format, check_load_format, encoder_format
     from streaming.checkpoint.hub import parse_hub_id
     from streaming.checkpoint.hub_location import uses_modelscope
     from streaming.checkpoint.location import locate
+    from streaming.checkpoint.parts import Part
 
     name, revision, load_format = options.model, options.revision, options.load_format
     if os.path.lexists(name) or load_format == "remote" or uses_modelscope():
         return
     cli.load_options(options)
     check_load_format(load_format)
+    part = Part(getattr(options, "part", "language"))  # what `inspect` can be asked
+    if part is Part.ENCODER:
+        from streaming.commands.encoder_listing import check_options
+
+        check_options(options)
+        check_encoder_format(load_format)
+        load_format = encoder_format(load_format)
     if parse_hub_id(name, revision=revision) is not None:
-        with_line(options, lambda tell: locate(name, revision=revision, load_format=load_format, tell=tell))
+        with_line(options, lambda tell: locate(name, revision=revision, load_format=load_format, tell=tell, part=part))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from streaming import cli
@@ -68,7 +68,8 @@ def compare(prepared: Prepared, ids: list[int], options: argparse.Namespace) -> 
     progress = make_progress(options, prepared)
     drawn = progress_hooks(progress)
     hooks = Hooks(warn=drawn.warn, on_stage=drawn.on_stage, layer_outputs=lambda n, h: outputs.update({n: h.clone()}))
-    with LLM.start(prepared, hooks=hooks) as llm:
+    as_in_files = replace(prepared, post_process=False)  # what is compared is what files hold
+    with LLM.start(as_in_files, hooks=hooks) as llm:
         try:
             logits = llm.logits(ids)  # while it loads
             llm.wait_loaded()

@@ -15,6 +15,7 @@ from streaming.checkpoint.files import read_json_object
 from streaming.checkpoint.folder import refuse_one_of_many
 from streaming.checkpoint.index import read_index
 from streaming.checkpoint.members import CONFIG, INDEX
+from streaming.checkpoint.parts import Part, check_has_part, gguf_has_none
 from streaming.checkpoint.remote_file import RemoteFile
 from streaming.checkpoint.report import Report
 from streaming.checkpoint.safetensors import parse_safetensors
@@ -43,31 +44,38 @@ Header = Mapping[str, TensorInfo]
 _DEFAULT_POLICY = RetryPolicy()
 
 
-def open_remote(model: str, *, copies: Path | None = None, policy: RetryPolicy = _DEFAULT_POLICY) -> Checkpoint:
+def open_remote(
+    model: str, *, copies: Path | None = None, policy: RetryPolicy = _DEFAULT_POLICY, part: Part = Part.LANGUAGE
+) -> Checkpoint:
     """The checkpoint at an address: of a folder, of one .safetensors file with its config.json beside it, or of a .gguf
     file (any part of one).
 
-    `copies`: a folder in which whole files are kept for the next load, and looked up. Raises OptionError for addresses
+    `copies`: a folder in which whole files are kept for the next load, and looked up; `part`: files that the index
+    shows to hold nothing of this part of the model are not asked for. Raises OptionError for addresses
     that cannot work, CheckpointError (CheckpointFormatError where a file is broken) with the problems of all files.
     """
     url = check_address(model)
     refuse_one_of_many(url.rpartition("/")[2], what=url, folder=folder_of(url))
     with closing(FetchPool(policy=policy)) as pool:
         if url.endswith(GGUF_SUFFIX):
+            if part is Part.ENCODER:
+                raise gguf_has_none(url)
             from streaming.remote.gguf import open_remote_gguf
 
             return open_remote_gguf(url, copies=copies, pool=pool)
-        return _open(url, folder_of(url), copies, pool)
+        return _open(url, folder_of(url), copies, pool, part)
 
 
-def _open(url: str, folder: str, copies: Path | None, pool: FetchPool) -> Checkpoint:
+def _open(url: str, folder: str, copies: Path | None, pool: FetchPool, part: Part) -> Checkpoint:
     root, notes = fetch_small_files(folder, pool=pool)
     report = Report(url)
     config = _read_config(root, folder, report)
     index = None if is_file_address(url) else _read_index(root, folder, report)
     report.raise_if_any()
-    unused = unused_by_file(index, config) if index else {}
-    index = index and {name: file for name, file in index.items() if file not in unused}
+    check_has_part(root, part)
+    unused = unused_by_file(index, config, part=part) if index else {}
+    if index and not (index := {name: file for name, file in index.items() if file not in unused}):
+        raise CheckpointError(f"{member_url(folder, INDEX)}: places no tensor of the model's {part.value} part")
     urls = _weight_urls(url, folder, index)
     headers = _read_headers(urls, report, source=f" ({INDEX} names it)" if index else "", pool=pool)
     report.raise_if_any()

@@ -25,6 +25,7 @@ CACHE = "FIRSTLAYER_CACHE"  # an environment variable: the folder of everything 
 SMALL_FILES = (
     CONFIG, INDEX, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "chat_template.json",
+    "quantize_config.json", "quant_config.json", "hf_quant_config.json",  # what weights are quantized by
 )  # fmt: skip
 SMALL_LIMIT = 64 << 20  # bytes of one of them; the largest tokenizers have 35 MB
 _MARKS = ".etags.json"

@@ -83,7 +83,8 @@ def test_equality_is_what_verify_says_of_every_folder(tiny: Path, scheme: str) -
     claim = gpu_check.check_equal([tiny], "cpu", scheme)
     assert claim.holds, claim
     weights = 3 * 4  # a layer keeps qkv, o, gate_up and down, each with its scales where there are any, and two norms
-    assert claim.facts["stored_tensors"] == weights + (scheme != "none") * weights + 3 * 2 + 3
+    scales = {"none": 0, "nvfp4": 2}.get(scheme, 1)
+    assert claim.facts["stored_tensors"] == weights + scales * weights + 3 * 2 + 3
 
 
 def test_a_verify_that_fails_is_told_with_its_reason(tmp_path: Path) -> None:

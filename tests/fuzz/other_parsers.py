@@ -41,9 +41,11 @@ META_PARAMS: Mapping[str, object] = {
     "multiple_of": 32, "norm_eps": 1e-05, "rope_theta": 500000.0, "use_scaled_rope": True,
 }  # fmt: skip
 SHARDS: Mapping[str, object] = {
-    "format": "firstlayer shards", "version": 1, "tensor_parallel_size": 1, "expert_parallel_size": 1,
+    "format": "firstlayer shards", "version": 2, "tensor_parallel_size": 1, "expert_parallel_size": 1,
     "quantization": "none", "quantize_head": False, "dtype": "bfloat16", "tied": False, "source": "0a",
     "files": [{"name": "model-rank-00000-part-00000.safetensors", "nbytes": 9, "sha256": "0a"}],
+    "weights": {"lm_head.weight": {"scheme": {"class": "IntPerGroup", "scale_dtype": "F16"}, "runs": [1]}},
+    "kv_scales": [[0.5, 1]],
 }  # fmt: skip
 TOKENIZER_CONFIG: Mapping[str, object] = {
     "bos_token": {"content": "<s>"}, "eos_token": "</s>", "add_bos_token": True, "add_eos_token": None,

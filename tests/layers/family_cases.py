@@ -18,6 +18,15 @@ TWO_BASES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
 }
 
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
+    "moe_intermediate_size": 24, "num_hidden_layers": 3,
+}  # fmt: skip
+LATENT_YARN = {
+    "rope_type": "yarn", "factor": 4.0, "mscale": 0.9, "mscale_all_dim": 0.7, "rope_theta": 100.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+
 # name -> (model_type, changes)
 FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"tie_word_embeddings": True}),
@@ -50,6 +59,36 @@ FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {"tie_word_embeddings": True, "logit_scale": 0.6}),
     "cohere norms, bias": ("cohere", {"use_qk_norm": True, "attention_bias": True, "logit_scale": 0.7,
                                       "tie_word_embeddings": True}),
+    "gpt_oss": ("gpt_oss", {
+        "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 6, "num_hidden_layers": 3,
+        "swiglu_limit": 1.5, "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+    }),
+    "gpt_oss square, no attention bias": ("gpt_oss", {
+        "num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 12, "intermediate_size": 48,
+        "attention_bias": False, "swiglu_alpha": 1.1, "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 3, "tie_word_embeddings": True,
+    }),
+    "deepseek_v2": ("deepseek_v2", {
+        **LATENT, "q_lora_rank": None, "n_routed_experts": 6, "num_experts_per_tok": 3, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "topk_method": "greedy", "routed_scaling_factor": 1.7,
+    }),
+    "deepseek_v2 groups, yarn, bias": ("deepseek_v2", {
+        **LATENT, "q_lora_rank": 28, "v_head_dim": 24, "n_routed_experts": 12, "num_experts_per_tok": 4,
+        "n_shared_experts": 1, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+        "attention_bias": True, "rope_parameters": LATENT_YARN,
+    }),
+    "deepseek_v3": ("deepseek_v3", {
+        **LATENT, "q_lora_rank": 28, "n_routed_experts": 12, "num_experts_per_tok": 4, "n_shared_experts": 1,
+        "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "rope_parameters": LATENT_YARN,
+    }),
+    "deepseek_v3 one group, bias, halves": ("deepseek_v3", {
+        **LATENT, "q_lora_rank": None, "n_routed_experts": 5, "num_experts_per_tok": 2, "n_shared_experts": 2,
+        "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2, "norm_topk_prob": False, "attention_bias": True,
+        "rope_interleave": False, "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0},
+    }),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6}),
     "qwen2_moe": ("qwen2_moe", {
         "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,

@@ -56,6 +56,7 @@ def test_a_layer_of_llama_3_2_1b() -> None:
         ("Qwen3-4B", 4_022_468_096),
         ("Phi-3-mini-4k", 3_821_079_552),
         ("Phi-4-mini", 3_836_021_760),
+        ("gpt-oss-20b", 20_914_757_184),
     ],
 )
 def test_real_models_have_as_many_parameters_as_published(name: str, count: int) -> None:

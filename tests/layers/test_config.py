@@ -21,6 +21,7 @@ from tests.layers.tiny import ARCHITECTURES, config_of, raw_config
 
 # layers, hidden, intermediate, heads, kv heads, head_dim, vocab, eps, tied, length
 SIZES = {
+    "DeepSeek-V3": (61, 7168, 18432, 128, 128, 64, 129280, 1e-6, False, 163840),
     "Llama-3.2-1B": (16, 2048, 8192, 32, 8, 64, 128256, 1e-5, True, 131072),
     "Llama-2-7b": (32, 4096, 11008, 32, 32, 128, 32000, 1e-5, False, 4096),
     "SmolLM2-135M": (30, 576, 1536, 9, 3, 64, 49152, 1e-5, True, 8192),
@@ -31,6 +32,7 @@ SIZES = {
     "Phi-3-mini-4k": (32, 3072, 8192, 32, 32, 96, 32064, 1e-5, False, 4096),
     "Phi-3-mini-128k": (32, 3072, 8192, 32, 32, 96, 32064, 1e-5, False, 131072),
     "Phi-4-mini": (32, 3072, 8192, 24, 8, 128, 200064, 1e-5, True, 131072),
+    "gpt-oss-20b": (24, 2880, 2880, 64, 8, 64, 201088, 1e-5, False, 131072),
 }
 
 
@@ -43,7 +45,7 @@ def test_sizes_of_real_models(name: str) -> None:
         config.max_position_embeddings,
     )  # fmt: skip
     assert found == SIZES[name]
-    assert config.dtype is (DType.F16 if name == "Llama-2-7b" else DType.BF16)
+    assert config.dtype is {"Llama-2-7b": DType.F16, "gpt-oss-20b": None}.get(name, DType.BF16)
     assert config.hidden_act == "silu"
     assert config.architecture == CONFIGS[name]["architectures"][0]
     assert (config.q_rows, config.kv_rows) == (found[3] * found[5], found[4] * found[5])
@@ -57,6 +59,7 @@ def test_sizes_of_real_models(name: str) -> None:
         ("Qwen2.5-0.5B", (True, False, False), False),
         ("Qwen3-4B", (False, False, False), True),
         ("Phi-4-mini", (False, False, False), False),
+        ("gpt-oss-20b", (True, True, False), False),
     ],
 )
 def test_biases_and_norms_of_real_models(name: str, biases: tuple[bool, ...], qk_norm: bool) -> None:
@@ -74,6 +77,7 @@ def test_biases_and_norms_of_real_models(name: str, biases: tuple[bool, ...], qk
         ("Qwen2.5-0.5B", [None] * 24),
         ("Phi-3-mini-4k", [2047] * 32),
         ("Phi-4-mini", [262144] * 32),
+        ("gpt-oss-20b", [128, None] * 12),
     ],
 )
 def test_windows_of_real_models(name: str, windows: list[int | None]) -> None:
@@ -208,7 +212,7 @@ def test_no_value_of_any_key_is_more_than_a_clear_error(model_type: str) -> None
     full = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
             "short_factor": [1.0] * 6, "long_factor": [1.0] * 6}  # fmt: skip
     trials: list[tuple[str, dict[str, Any]]] = []
-    usual = {"head_dim": 12, "partial_rotary_factor": 1.0}
+    usual = {"head_dim": 12, "qk_rope_head_dim": 12, "partial_rotary_factor": 1.0}
     for value in values:
         trials += [(key, {**raw_config(model_type, **usual), key: value}) for key in outer]
         for kind in RopeKind:

@@ -10,7 +10,7 @@ import torch
 
 import layers.kv_cache
 from layers.attention import attend
-from layers.kv_cache import KVCache, kv_cache_nbytes
+from layers.kv_cache import KVCache, cache_room_nbytes, kv_cache_nbytes
 from layers.kv_codec import Room
 from layers.kv_forms import CACHE_DTYPES
 from layers.model_config import ModelConfig
@@ -94,6 +94,26 @@ def test_its_bytes_are_codes_and_scales_and_known_beforehand(name: str, dtype: D
     row = {"auto": 80 * wide, "int8": 80 + 4, "int4": 40 + 3 * 2 * wide}.get(name, 80)
     assert kv_cache_nbytes(config, max_tokens=33, dtype=dtype, cache_dtype=name) == rows * row
     assert KVCache(config, max_tokens=33, dtype=dtype, cache_dtype=name).nbytes == rows * row
+
+
+@pytest.mark.parametrize("run_nbytes", [1 << 10, 10_000, 16 << 20], ids=["one head", "some heads", "all"])
+@pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
+@pytest.mark.parametrize("head_dim", [64, 80, 9])
+@pytest.mark.parametrize("name", LOW)
+def test_the_buffers_that_it_is_decoded_into_are_known_beforehand(
+    name: str, head_dim: int, dtype: DType, run_nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers.kv_cache, "RUN_NBYTES", run_nbytes)
+    monkeypatch.setattr(layers.kv_cache, "STRIP_NUMBERS", 1000)
+    config, room = cache_config(head_dim, heads=4), Room(torch.device("cpu"))
+    cache = KVCache(config, max_tokens=40, dtype=dtype, cache_dtype=name, room=room)
+    for _ in range(40):
+        numbers = torch.randn(4, 1, head_dim)
+        kept(appended(cache, numbers, numbers))
+    held = sum(buffer.nbytes for buffer in room.workspace._buffers.values())
+    expected = cache_room_nbytes(config, max_tokens=40, dtype=dtype, cache_dtype=name)
+    assert 0.6 * expected <= held <= expected
+    assert cache_room_nbytes(config, max_tokens=40, dtype=dtype) == 0
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,9 @@ def test_rotary_settings_of_real_models() -> None:
     assert (llama3.kind, llama3.theta, llama3.factor) == (RopeKind.LLAMA3, 500000.0, 32.0)
     assert (llama3.low_freq_factor, llama3.high_freq_factor, llama3.original_max_position_embeddings) == (1, 4, 8192)
     assert ropes["Phi-3-mini-4k"].kind is RopeKind.DEFAULT
+    yarn = ropes["DeepSeek-V3"]
+    assert (yarn.kind, yarn.dim, yarn.factor, yarn.attention_factor) == (RopeKind.YARN, 64, 40.0, 1.0)
+    assert yarn.interleaved
     long = ropes["Phi-3-mini-128k"]
     assert (long.kind, long.dim, long.factor, len(long.short_factor)) == (RopeKind.LONGROPE, 96, 32.0, 48)
     assert long.attention_factor == pytest.approx(sqrt(1 + log(32) / log(4096)))

@@ -8,7 +8,7 @@ from math import tanh
 import pytest
 import torch
 
-from layers import softcap
+from layers import scored_attention
 from layers.softcap import attend_capped, soft_cap
 from quant.kernels import Kernels
 from streaming.panel_pool import PanelPool
@@ -37,7 +37,7 @@ def by_formula(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window
 def test_capped_attention_is_its_formula(
     heads: int, groups: int, count: int, length: int, window: int | None, scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(softcap, "SCORES", scores)
+    monkeypatch.setattr(scored_attention, "SCORES", scores)
     generator = torch.Generator().manual_seed(length)
     q = torch.randn(heads, count, 10, generator=generator) * 2
     keys, values = torch.randn(2, groups, length + 3, 10, generator=generator)[:, :, :length]  # as a cache gives them

@@ -15,7 +15,6 @@ from quant.errors import QuantError
 from tests.quant.compressed import Tensors, args, config, float4, float8, integers
 
 DTYPES = {to_torch(dtype): dtype for dtype in DType if dtype not in (DType.U16, DType.U32, DType.U64)}
-BLOCK = {"block_structure": [128, 128]}
 
 
 def form_of(method: CompressedTensors, tensors: Tensors, shape: tuple[int, int], module: str = "m") -> DiskForm:
@@ -117,18 +116,21 @@ def test_an_order_of_groups_is_kept_and_minus_ones_are_none() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fp8_with_scales_of_each_strategy(dtype: torch.dtype) -> None:
-    weight = torch.randn(130, 140)
-    for strategy, grid, more in (
-        ("tensor", torch.tensor([0.01]), {}), ("channel", torch.rand(130, 1) + 0.01, {}),
-        ("block", torch.rand(2, 2) + 0.01, BLOCK),
-    ):  # fmt: skip
-        scale = grid.to(dtype)
-        by_number = (
-            scale if strategy != "block" else scale.repeat_interleave(128, 0)[:130].repeat_interleave(128, 1)[:, :140]
-        )
-        tensors, expected = float8(weight, scale, by_number)
-        assert torch.equal(read(args(8, "float", strategy, **more), tensors, (130, 140)), expected), strategy
+@pytest.mark.parametrize(
+    ("weights", "height", "width"),
+    [
+        (args(8, "float", "tensor"), 130, 140),
+        (args(8, "float", "channel"), 1, 140),
+        (args(8, "float", "block", block_structure=[128, 128]), 128, 128),
+        (args(8, "float", "block", block_structure="64x32"), 64, 32),
+        (args(8, "float", "group", group_size=32), 1, 32),
+    ],
+)
+def test_fp8_with_scales_of_each_strategy(weights: dict[str, Any], height: int, width: int, dtype: torch.dtype) -> None:
+    scale = (torch.rand(-(-130 // height), -(-140 // width)) + 0.01).to(dtype)
+    by_number = scale.repeat_interleave(height, 0)[:130].repeat_interleave(width, 1)[:, :140]
+    tensors, expected = float8(torch.randn(130, 140), scale, by_number)
+    assert torch.equal(read(weights, tensors, (130, 140)), expected)
 
 
 def test_microscaled_formats() -> None:
@@ -167,11 +169,7 @@ LIBRARY = {
 def test_what_the_library_compresses_is_read_as_the_library_reads_it(case: str, dtype: torch.dtype) -> None:
     library = pytest.importorskip("compressed_tensors")
     name, weights = LIBRARY[case]
-    scheme = (
-        library.QuantizationScheme(targets=["Linear"], weights=weights)
-        if hasattr(library, "QuantizationScheme")
-        else (library.quantization.QuantizationScheme(targets=["Linear"], weights=weights))
-    )
+    scheme = library.quantization.QuantizationScheme(targets=["Linear"], weights=weights)
     compressor = library.compressors.BaseCompressor.get_value_from_registry(name)
     shape = (128, 256)
     size, strategy, bits = weights.get("group_size"), weights["strategy"], weights["num_bits"]
@@ -213,6 +211,9 @@ def test_small_floats_are_read_as_the_library_reads_them(name: str) -> None:
 # --- groups
 
 
+DOWN = "model.layers.1.mlp.down_proj"
+
+
 def method(groups: Mapping[str, list[str]], ignore: list[str] | None = None) -> CompressedTensors:
     """One group for each list of targets; the n-th has 8-bit integers in groups of n + 1."""
     made = {
@@ -225,7 +226,7 @@ def method(groups: Mapping[str, list[str]], ignore: list[str] | None = None) -> 
 @pytest.mark.parametrize(
     ("groups", "module", "chosen"),
     [
-        ({"a": ["Linear"], "b": ["re:.*down_proj"], "c": ["model.layers.1.mlp.down_proj"]}, "model.layers.1.mlp.down_proj", 3),
+        ({"a": ["Linear"], "b": ["re:.*down_proj"], "c": [DOWN]}, DOWN, 3),
         ({"a": ["Linear"], "b": ["re:.*down_proj"]}, "model.layers.0.mlp.down_proj", 2),
         ({"a": ["Linear"], "b": ["re:.*down_proj"]}, "model.layers.0.mlp.up_proj", 1),
         ({"a": ["re:.*proj"], "b": ["re:.*mlp.*"]}, "model.layers.0.mlp.up_proj", 2),  # by their letters
@@ -254,11 +255,12 @@ def test_the_librarys_own_choice_is_the_same() -> None:
 
 def test_what_is_ignored_or_not_targeted_is_excluded() -> None:
     found = method({"a": ["re:.*mlp.*"]}, ["lm_head", "model.layers.1.mlp.up_proj", "re:.*\\.2\\..*"])
-    excluded = {name: found.excludes(name) for name in (
-        "lm_head", "model.layers.1.mlp.up_proj", "language_model.model.layers.1.mlp.up_proj", "model.layers.2.mlp.up_proj",
-        "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj_b", "model.layers.11.mlp.up_proj",
-    )}  # fmt: skip
-    assert list(excluded.values()) == [True, True, True, True, True, False, False]
+    names = [
+        "lm_head", "model.layers.1.mlp.up_proj", "language_model.model.layers.1.mlp.up_proj",
+        "model.layers.2.mlp.up_proj", "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj_b",
+        "model.layers.11.mlp.up_proj",
+    ]  # fmt: skip
+    assert [found.excludes(name) for name in names] == [True, True, True, True, True, False, False]
 
 
 def test_a_group_without_weights_leaves_them_wide() -> None:
@@ -269,31 +271,35 @@ def test_a_group_without_weights_leaves_them_wide() -> None:
         found.form_of("model.layers.0.mlp.up_proj", {"weight": FoundTensor((2, 8), DType.I8)}, (2, 8))
 
 
-SCALE = FoundTensor((2, 1), DType.F32)
+def there(leaf: str, dtype: DType, *shape: int) -> dict[str, FoundTensor]:
+    return {leaf: FoundTensor(shape, dtype)}
+
+
+SCALE = there("weight_scale", DType.F32, 2, 1)
+INT8, FP8, INT4 = args(8, "int", "channel"), args(8, "float", "channel"), args(4, "int", "channel")
 
 
 @pytest.mark.parametrize(
     ("weights", "found", "words"),
     [
-        (args(8, "int", "channel"), {"weight": FoundTensor((2, 8), DType.BF16), "weight_scale": SCALE}, "not quantized on disk"),
-        (args(8, "int", "channel"), {"weight": FoundTensor((2, 8), DType.I8)}, "it has no weight_scale"),
-        (args(8, "int", "channel"), {"weight": FoundTensor((2, 8), DType.F8_E4M3), "weight_scale": SCALE}, "8-bit integers are I8"),
-        (args(8, "float", "channel"), {"weight": FoundTensor((2, 8), DType.F8_E5M2), "weight_scale": SCALE}, "floats are F8_E4M3"),
-        (args(4, "int", "channel"), {"weight_packed": FoundTensor((2, 4), DType.U8), "weight_scale": SCALE}, "integers are I32"),
-        (
-            args(4, "int", "channel") | {"symmetric": False},
-            {"weight_packed": FoundTensor((2, 1), DType.I32), "weight_scale": SCALE}, "it has no weight_zero_point",
-        ),
+        (INT8, there("weight", DType.BF16, 2, 8) | SCALE, "not quantized on disk"),
+        (INT8, there("weight", DType.I8, 2, 8), "it has no weight_scale"),
+        (INT8, there("weight", DType.F8_E4M3, 2, 8) | SCALE, "8-bit integers are I8"),
+        (FP8, there("weight", DType.F8_E5M2, 2, 8) | SCALE, "floats are F8_E4M3"),
+        (INT4, there("weight_packed", DType.U8, 2, 4) | SCALE, "integers are I32"),
+        (INT4 | {"symmetric": False}, there("weight_packed", DType.I32, 2, 1) | SCALE, "it has no weight_zero_point"),
         (
             args(8, "float", "group", group_size=128),
-            {"weight": FoundTensor((2, 8), DType.F8_E4M3), "weight_scale": SCALE}, "FP8 in groups of 128 with F32 scales",
+            there("weight", DType.F8_E4M3, 2, 8) | there("weight_scale", DType.U8, 2, 1),
+            "FP8 in groups of 128 with U8 scales",
         ),
         (
             args(4, "float", "group", group_size=64),
-            {"weight_packed": FoundTensor((2, 4), DType.U8), "weight_scale": SCALE}, "4 bits in groups of 64",
+            there("weight_packed", DType.U8, 2, 4) | SCALE,
+            "4 bits in groups of 64",
         ),
     ],
-)  # fmt: skip
+)
 def test_tensors_that_do_not_fit_their_group_are_named(
     weights: dict[str, Any], found: dict[str, FoundTensor], words: str
 ) -> None:
@@ -324,7 +330,9 @@ def with_weights(**changes: object) -> dict[str, Any]:
         (with_weights(type="float", num_bits=6), "float of 6 bits"),
         (with_weights(strategy="token"), "strategy 'token' of int weights"),
         (with_weights(strategy="block", block_structure=[128, 128]), "strategy 'block' of int weights"),
-        (with_weights(type="float", strategy="block", block_structure=[64, 64]), r"block_structure \[64, 64\]"),
+        (with_weights(type="float", strategy="block", block_structure=[64]), r"block_structure '\[64\]'"),
+        (with_weights(type="float", strategy="block", block_structure="64"), "block_structure '64'"),
+        (with_weights(type="float", strategy="block", block_structure=[64, True]), "block_structure"),
         (with_weights(strategy="group"), "strategy group has no group_size"),
         (with_weights(strategy="group", group_size=0), "group_size '0'"),
         (with_weights(type="float", symmetric=False), "symmetric 'False'"),
@@ -341,5 +349,5 @@ def test_a_configuration_may_leave_out_what_the_library_infers() -> None:
     weights = {"num_bits": 4, "group_size": 16}
     tensors, expected = integers(torch.randn(4, 32), bits=4, size=16)
     assert torch.equal(read(weights, tensors, (4, 32)), expected)
-    for harmless in ({"sparsity_config": {}}, {"sparsity_config": {"format": "dense"}}, {"transform_config": {}}):
-        assert compressed_method(config(weights, **harmless)).targets
+    for key, harmless in (("sparsity_config", {}), ("sparsity_config", {"format": "dense"}), ("transform_config", {})):
+        assert compressed_method(config(weights) | {key: harmless}).targets

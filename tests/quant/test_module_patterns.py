@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quant.errors import QuantError
-from quant.module_patterns import LONGEST, check_pattern, matches
+from quant.module_patterns import LONGEST, check_pattern, check_patterns, matches
 
 GATE = ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.gate_up_proj")
 WRAPPED = ("model.language_model.layers.1.mlp.down_proj",)
@@ -104,3 +104,30 @@ def test_a_pattern_that_is_none_is_refused_in_one_line(pattern: str, words: str)
 )
 def test_usual_expressions_are_taken(pattern: str) -> None:
     check_pattern(pattern)
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        [f"re:.*{number}.*.*.*x" for number in range(16)],
+        [f"re:.*{number}.*.*x" for number in range(200)],
+        [f"re:{number}" for number in range(4001)],
+    ],
+)
+def test_a_list_of_expressions_that_takes_for_ever_is_refused_in_one_line(patterns: list[str]) -> None:
+    with pytest.raises(QuantError, match=f"^{len(patterns)} patterns: .* too often") as caught:
+        check_patterns(patterns)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        [f"model.layers.{number}.mlp.down_proj" for number in range(20_000)],
+        [f"re:.*layers\\.{number}\\..*down_proj" for number in range(500)],
+        [f"re:^model\\.layers\\.{number}$" for number in range(3000)],
+        ["re:.*.*.*.*x"] * 15,
+    ],
+)
+def test_a_long_list_of_usual_patterns_is_taken(patterns: list[str]) -> None:
+    assert check_patterns(patterns) == tuple(patterns)

@@ -7,6 +7,7 @@ with the other sign, in another order: the sums are nothing but their own roundi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -54,28 +55,33 @@ def _mirrored(numbers: torch.Tensor, *, sign: int) -> torch.Tensor:
     return both[:, torch.randperm(columns, generator=torch.Generator().manual_seed(columns))].contiguous()
 
 
-def _weight(name: str, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    weight = _mirrored(torch.randn(*shape, generator=torch.Generator().manual_seed(3)), sign=-1).to(dtype)
+@pytest.fixture(scope="module")
+def numbers() -> dict[tuple[int, int], torch.Tensor]:
+    """Weights [out, in] by their shape, made once."""
+    return {
+        shape: _mirrored(torch.randn(*shape, generator=torch.Generator().manual_seed(3)), sign=-1) for shape in SHAPES
+    }
+
+
+def _stored(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     if name == "none":
         return {"weight": weight}
     scheme = scheme_by_name(name)
-    specs = scheme.storage(shape[:1], shape[1], wide=DType.F32)
+    specs = scheme.storage(weight.shape[:1], weight.shape[1], wide=DType.F32)
     stored = {key: torch.empty(spec.shape, dtype=to_torch(spec.dtype)) for key, spec in specs.items()}
     scheme.quantize_into(weight, stored)
     return stored
 
 
-@pytest.mark.parametrize("features", FEATURES, ids=lambda features: f"native={features.native_bf16}")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", scheme_names())
-@pytest.mark.parametrize("mode", [KernelMode.DEFAULT, KernelMode.EXACT])
 def test_bits_do_not_depend_on_threads(
-    mode: KernelMode, name: str, dtype: torch.dtype, features: CpuFeatures, pools: tuple[PanelPool, PanelPool]
+    name: str, dtype: torch.dtype, numbers: dict[tuple[int, int], torch.Tensor], pools: tuple[PanelPool, PanelPool]
 ) -> None:
     scheme = scheme_by_name(name)
-    for shape in SHAPES:
-        stored = _weight(name, shape, dtype)
-        for rows in ROWS:
+    for shape, weight in numbers.items():
+        stored = _stored(name, weight.to(dtype))
+        for rows, mode, features in product(ROWS, (KernelMode.DEFAULT, KernelMode.EXACT), FEATURES):
             x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(rows))
             x = _mirrored(x, sign=1).to(dtype)
             found = {}
@@ -88,7 +94,7 @@ def test_bits_do_not_depend_on_threads(
             for kind, run in runs.items():
                 found[kind] = scheme.linear(x, stored, shape[:1], None, kernels=Kernels(mode, features, run))
             for kind, other in found.items():
-                assert torch.equal(other, found["1 threads"]), (shape, rows, kind)
+                assert torch.equal(other, found["1 threads"]), (shape, rows, mode, features, kind)
 
 
 @pytest.mark.parametrize("name", [name for name in scheme_names() if name != "none"])

@@ -11,13 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from examples.write_tiny_model import TinyModel, write_tiny_model
+from layers.config import parse_config
 from streaming import LLM, LoadOptions, cli
 from streaming.compressed_layout import SAVED
 from streaming.errors import CheckpointError
 from streaming.prepare import Prepared, prepare
+from tests.layers.tiny import raw_config
 from tests.quant.compressed import Encoded, args, config, float4, float8, integers
 from tests.streaming.coded import Encode, Tensors, logits_of, write_coded
 from tests.streaming.resident import same_bits
+from tests.streaming.test_gptq_and_awq import expert_weights
 
 IDS = [5, 9, 7, 21]
 
@@ -62,6 +65,11 @@ def fp8_tensor(module: str, weight: torch.Tensor) -> Encoded:
     return float8(weight, scale, scale)
 
 
+def fp8_group(module: str, weight: torch.Tensor) -> Encoded:
+    scale = torch.rand(weight.shape[0], weight.shape[1] // 16).add(1.0).mul(0.001)
+    return float8(weight, scale, scale.repeat_interleave(16, 1))
+
+
 def mxfp4(module: str, weight: torch.Tensor) -> Encoded:
     return float4(weight, block=32)
 
@@ -79,6 +87,7 @@ FORMS: dict[str, tuple[Encode, dict[str, Any]]] = {
     "int3": (int3, args(3, "int", "group", group_size=64)),
     "fp8": (fp8, args(8, "float", "channel")),
     "fp8_tensor": (fp8_tensor, args(8, "float", "tensor")),
+    "fp8_group": (fp8_group, args(8, "float", "group", group_size=16)),
     "mxfp4": (mxfp4, args(4, "float", "group", group_size=32)),
     "nvfp4": (nvfp4, args(4, "float", "tensor_group", group_size=16)),
 }
@@ -87,7 +96,7 @@ FORMS: dict[str, tuple[Encode, dict[str, Any]]] = {
 def write(folder: Path, form: str, *, family: str = "llama", layers: int = 2, **more: object) -> tuple[Path, Path]:
     encode, weights = FORMS[form]
     torch.manual_seed(0)
-    return write_coded(folder, encode, config=config(weights, **more), model=TinyModel(layers=layers, family=family))
+    return write_coded(folder, encode, config=config(weights) | more, model=TinyModel(layers=layers, family=family))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -178,7 +187,7 @@ def test_all_faults_that_headers_show_come_in_one_report(tmp_path: Path) -> None
         prepare(str(coded), LoadOptions())
     message = str(raised.value)
     assert "4 problems" in message
-    assert "up_proj.weight_packed in model.safetensors: shape [128, 7], but compressed-tensors packed int4" in message
+    assert "up_proj.weight_packed in model.safetensors: shape [96, 7], but compressed-tensors packed int4" in message
     assert f"{mlp}.down_proj: weight_scale is F64" in message
     assert "o_proj.weight_zero_point in model.safetensors: shape" in message
     assert f"{attention}.q_proj: its weight is not symmetric, but it has no weight_zero_point" in message
@@ -197,20 +206,20 @@ def test_an_order_of_groups_that_there_are_not_ends_the_load(tmp_path: Path) -> 
 def test_another_scheme_over_it_is_refused(tmp_path: Path, form: str) -> None:
     coded, _ = write(tmp_path, form)
     with pytest.raises(
-        CheckpointError, match="already quantized on disk \\(compressed-tensors .*leave --quantization out"
+        CheckpointError, match=r"already quantized on disk \(compressed-tensors .*leave --quantization out"
     ):
         prepare(str(coded), LoadOptions(quantization="fp8_per_channel"))
 
 
 def test_a_configuration_that_cannot_be_read_is_one_clear_line(tmp_path: Path) -> None:
     coded, _ = write(tmp_path, "int8", sparsity_config={"format": "sparse-24-bitmask"})
-    with pytest.raises(CheckpointError, match="config.json: quantization_config: .*sparsity_config"):
+    with pytest.raises(CheckpointError, match=r"config.json: quantization_config: .*sparsity_config"):
         prepare(str(coded), LoadOptions())
 
 
 # --- what `quantize` writes
 
-ROUND = [*SAVED, "int4_per_group:64:asym"]
+ROUND = [*SAVED, "int4_per_group:32:asym"]
 
 
 def parameters(folder: Path, **options: str) -> tuple[Tensors, torch.Tensor]:
@@ -246,8 +255,43 @@ def test_the_global_scale_of_nvfp4_comes_back_but_for_its_last_bit(tmp_path: Pat
     torch.testing.assert_close(again, logits, rtol=0.02, atol=0.02)
 
 
-def test_it_can_be_quantized_only_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    coded, _ = write(tmp_path, "int4")
-    assert json.loads((coded / "config.json").read_text())["quantization_config"]["ignore"] == ["lm_head"]
-    assert cli.run(["quantize", str(coded), str(tmp_path / "out"), "--quantization", "mxfp8"]) == 2
-    assert "leave --quantization out" in capfd.readouterr().err
+@pytest.mark.parametrize("tied", [False, True])
+def test_modules_of_several_schemes_and_the_head_come_back_too(tmp_path: Path, tied: bool) -> None:
+    rules = {
+        "default": "int4_per_group",
+        "rules": [
+            {"match": "mlp.down_proj", "scheme": "fp8_per_tensor"}, {"match": "lm_head", "scheme": "int8_per_channel"},
+        ],
+        "ignore": ["model.layers.0.self_attn"],
+    }  # fmt: skip
+    (tmp_path / "rules.json").write_text(json.dumps(rules), encoding="utf-8")
+    model, how = write_tiny_model(tmp_path / "wide", model=TinyModel(layers=2, tied=tied)), str(tmp_path / "rules.json")
+    assert cli.run(["quantize", str(model), str(tmp_path / "out"), "--quantization-config", how, "--quiet"]) == 0
+    online, logits = parameters(model, quantization_config=how)
+    found, again = parameters(tmp_path / "out")
+    assert "lm_head.weight_scale" in online
+    assert "model.layers.0.self_attn.qkv_proj.weight_scale" not in online
+    assert [name for name, tensor in online.items() if not same_bits(found[name], tensor)] == []
+    assert same_bits(again, logits)
+
+
+@pytest.mark.parametrize("form", ["int4_ordered", "nvfp4"])
+def test_experts_are_kept_in_their_own_codes(tmp_path: Path, form: str) -> None:
+    encode, weights = FORMS[form]
+    raw = raw_config(
+        "qwen3_moe", hidden_size=64, num_hidden_layers=1, moe_intermediate_size=32, num_experts=3,
+        num_experts_per_tok=2, head_dim=16,
+    )  # fmt: skip
+    coded, twin = (expert_weights(parse_config(raw)) for _ in range(2))
+    for name in [name for name in coded if "_proj." in name]:
+        made = encode(name, coded.pop(name))
+        assert made is not None
+        coded |= {f"{name.removesuffix('.weight')}.{leaf}": tensor.contiguous() for leaf, tensor in made[0].items()}
+        twin[name] = made[1]
+    stated = config(weights) | {"ignore": ["lm_head", "re:.*mlp.gate$"]}
+    for folder, found, stands in (("coded", coded, raw | {"quantization_config": stated}), ("twin", twin, raw)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps(stands), encoding="utf-8")
+        save_file(found, tmp_path / folder / "model.safetensors")
+    expected = logits_of(tmp_path / "twin", IDS)
+    torch.testing.assert_close(logits_of(tmp_path / "coded", IDS), expected, rtol=2e-5, atol=2e-5)

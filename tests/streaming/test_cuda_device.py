@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ class FakeCuda:
         self.log: list[tuple[Any, ...]] = []
         self.lock = threading.Lock()
         self.register_code = 0
-        self.free = 1 << 40
+        self.free, self.reserved, self.integrated = 1 << 40, 0, False
         cuda = self
 
         class Stream:
@@ -89,8 +90,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     for name, value in {
         "cudart": lambda: fake,
         "mem_get_info": lambda _device: (fake.free, 1 << 40),
-        "memory_reserved": lambda _device: 0,
+        "memory_reserved": lambda _device: fake.reserved,
         "memory_allocated": lambda _device: 0,
+        "empty_cache": lambda: fake.note("gave back"),
+        "get_device_properties": lambda _device: SimpleNamespace(is_integrated=fake.integrated),
         "current_stream": lambda _device: fake.Stream(),
         "stream": lambda stream: stream,
         "device": lambda _device: fake.Stream(),
@@ -176,6 +179,49 @@ def test_weights_without_room_are_refused_before_anything_is_allocated(tiny: Pat
     ):
         LLM(tiny, device="cuda")
     assert "register" not in cuda.names()
+
+
+@pytest.mark.parametrize(
+    ("free", "cached", "needed", "unified", "expected"),
+    [
+        (99, 10, 100, False, True),
+        (100, 10, 100, False, False),
+        (99, 0, 100, False, False),  # there is nothing to give
+        (100, 10, 0, True, True),
+        (100, 0, 0, True, False),
+    ],
+)
+def test_memory_goes_back_when_the_next_layer_would_not_find_it(
+    free: int, cached: int, needed: int, unified: bool, expected: bool
+) -> None:
+    assert device.gives_back(free=free, cached=cached, needed=needed, unified=unified) is expected
+
+
+@pytest.mark.parametrize(
+    ("free", "reserved", "integrated", "times"),
+    [
+        (1 << 40, 5, False, 0),
+        (3 << 20, 5, False, 0),  # the tiny layers pass in less
+        (5000, 1 << 40, False, 5),  # before each of: table, three layers, head
+        (5000, 0, False, 0),
+        (1 << 40, 5, True, 6),  # and behind the last one
+    ],
+)
+def test_memory_goes_back_between_layers_and_never_inside_one(
+    tiny: Path, cuda: FakeCuda, free: int, reserved: int, integrated: bool, times: int
+) -> None:
+    cuda.free, cuda.reserved, cuda.integrated = free, reserved, integrated
+    with LLM(tiny, device="cuda") as llm:
+        llm.wait_loaded()
+    assert cuda.names().count("gave back") == times
+
+
+def test_without_an_accelerator_nothing_is_given_back(tiny: Path, cuda: FakeCuda) -> None:
+    cuda.reserved, cuda.integrated = 5, True
+    with LLM(tiny) as llm:
+        llm.wait_loaded()
+        assert llm.stats().stages["post-process"] == 0
+    assert cuda.log == []
 
 
 @pytest.mark.parametrize("name", ["cuda:2", "cuda:x", "cuda:", "cpu"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from examples.write_tiny_model import TinyModel
+from layers.context import StepContext
+from layers.embedding import project
+from quant.dtypes import DType, to_torch
 from quant.float8 import Fp8PerBlock
 from quant.kernels import Kernels
+from quant.nf4 import Nf4
+from quant.scheme import Scheme
 from streaming import LLM, LoadOptions
 from streaming.errors import CheckpointError
 from streaming.prepare import prepare
@@ -78,6 +85,22 @@ def test_products_with_other_blocks_equal_those_with_the_wide_weight(block: tupl
     torch.testing.assert_close(found, x @ wide.t(), rtol=1e-5, atol=5e-2)
 
 
+@pytest.mark.parametrize("scheme", [Fp8PerBlock(block=(48, 20)), Nf4.of("nf4", block=64, in_features=40)])
+def test_a_head_is_multiplied_in_chunks_of_whole_blocks(scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layers.embedding.CHUNK_ROWS", 100)  # no multiple of 48, nor of the 8 rows that are 5 blocks
+    rows, columns = 330, 40
+    stored = {
+        n: torch.ones(s.shape, dtype=to_torch(s.dtype))
+        for n, s in scheme.storage((rows,), columns, wide=DType.BF16).items()
+    }
+    stored["weight"] = torch.randint(0, 100, stored["weight"].shape, dtype=torch.uint8).view(stored["weight"].dtype)
+    stored["weight_scale"].uniform_()
+    x = torch.randn(3, columns)
+    found = project(x, stored, param="lm_head.weight", scheme=scheme, ctx=StepContext(kernels=Kernels()))
+    wide = scheme.dequantize(stored, (rows,), dtype=torch.float32)
+    torch.testing.assert_close(found, x @ wide.t(), rtol=1e-5, atol=1e-4)
+
+
 def test_scales_of_the_parts_of_a_weight_that_is_fused_on_disk(tmp_path: Path) -> None:
     def encode(module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor] | None:
         parts = {"qkv_proj": (64, 32, 32), "gate_up_proj": (96, 96)}.get(module.rpartition(".")[2])
@@ -136,6 +159,25 @@ def test_mxfp8_is_kept_as_it_is(tmp_path: Path, config: dict[str, object], dtype
     assert {param.scheme.name for param in params if "proj" in param.name} == {"mxfp8"}
 
 
+@pytest.mark.parametrize(
+    ("encode", "config", "scheme"),
+    [
+        (in_blocks(48, 20, torch.float8_e8m0fnu), {**FP8, "weight_block_size": [48, 20]}, "none"),
+        (in_blocks(48, 20, torch.bfloat16), {**FP8, "weight_block_size": [48, 20]}, "fp8_per_tensor"),
+        (as_mx(torch.uint8, "weight_scale"), {"quant_method": "mxfp8"}, "none"),
+    ],
+)
+def test_verify_finds_the_streamed_model_equal_to_the_resident_one(
+    tmp_path: Path, encode: Encode, config: dict[str, object], scheme: str
+) -> None:
+    coded, _ = write_coded(tmp_path, encode, config=config, model=TinyModel(layers=1, family="phi3"))
+    done = subprocess.run(
+        [sys.executable, "-m", "streaming", "verify", str(coded), "--quantization", scheme],
+        capture_output=True, text=True, check=False, timeout=50,
+    )  # fmt: skip
+    assert "equal to the bit" in done.stdout, done.stderr
+
+
 def test_mxfp8_is_quantized_anew_by_way_of_wide_numbers(tmp_path: Path) -> None:
     coded, twin = write_coded(
         tmp_path, as_mx(torch.uint8, "weight_scale"), config={"quant_method": "mxfp8"}, model=TinyModel(layers=1)
@@ -157,15 +199,16 @@ def test_a_grid_of_other_blocks_is_refused_with_both_shapes(tmp_path: Path) -> N
     coded, _ = write_coded(tmp_path, in_blocks(32, 64, torch.float32), config=config, model=TinyModel(layers=1))
     with pytest.raises(CheckpointError) as raised:
         prepare(str(coded), LoadOptions())
-    assert "gate_proj.weight_scale_inv in model.safetensors: shape [3, 1], but FP8, scales per block" in str(raised.value)
-    assert "makes it [2, 1]" in str(raised.value)
+    message = str(raised.value)
+    assert "gate_proj.weight_scale_inv in model.safetensors: shape [3, 1], but FP8, scales per block" in message
+    assert "makes it [2, 1]" in message
 
 
 @pytest.mark.parametrize("size", [[128], [0, 128], "128", [128, 128.0], [True, 128]])
 def test_a_block_size_that_is_none_is_refused(tmp_path: Path, size: object) -> None:
     config = {**FP8, "weight_block_size": size}
     coded, _ = write_coded(tmp_path, in_blocks(128, 128, torch.float32), config=config, model=TinyModel(layers=1))
-    with pytest.raises(CheckpointError, match="weight_block_size .* are needed, such as"):
+    with pytest.raises(CheckpointError, match=r"weight_block_size .* are needed, such as"):
         prepare(str(coded), LoadOptions())
 
 
@@ -222,5 +265,5 @@ def test_other_dtypes_of_scales_are_refused(tmp_path: Path) -> None:
     tensors = load_file(coded / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight_scale_inv"
     save_file(tensors | {name: tensors[name].double()}, coded / "model.safetensors")
-    with pytest.raises(CheckpointError, match="weight_scale_inv in model.safetensors: dtype F64, but FP8"):
+    with pytest.raises(CheckpointError, match=r"weight_scale_inv in model\.safetensors: dtype F64, but FP8"):
         prepare(str(coded), LoadOptions())

@@ -15,13 +15,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from examples.write_tiny_model import TinyModel
+from layers.config import parse_config
+from layers.model_config import ModelConfig
 from streaming import LLM, LoadOptions
 from streaming.errors import CheckpointError, LayerLoadError
 from streaming.prepare import prepare
+from tests.layers.tiny import random_weights, raw_config
 from tests.quant.word_packing import Codes, kept_bytes, packed_across, packed_awq, packed_down
 from tests.streaming.coded import Encode, Tensors, logits_of, write_coded
 
 IDS = [5, 9, 7, 21]
+EXPERTS = 3
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 Q_PROJ = "model.layers.1.self_attn.q_proj"
@@ -102,8 +106,14 @@ def with_config(folder: Path, config: object) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", ["llama", "phi3"])  # phi3's projections are fused on disk
+# phi3's projections are fused on disk; qwen2's q, k and v have biases
+CASES = [
+    *((form, "llama") for form in FORMS),
+    *((f, m) for f in ("gptq_ordered", "gptq_3", "awq") for m in ("phi3", "qwen2")),
+]
+
+
+@pytest.mark.parametrize(("form", "family"), CASES)
 def test_logits_are_those_of_the_numbers_that_the_codes_stand_for(tmp_path: Path, form: str, family: str) -> None:
     coded, twin = written(tmp_path, form, family=family)
     torch.testing.assert_close(logits_of(coded, IDS), logits_of(twin, IDS), rtol=1e-5, atol=1e-5)
@@ -128,9 +138,9 @@ def test_codes_of_fused_parts_are_kept_to_the_bit(tmp_path: Path, strategy: str)
         assert llm.stats().bytes_read == prepare(str(coded), LoadOptions()).plan.read_nbytes
 
 
-@pytest.mark.parametrize(("form", "family"), [("gptq_ordered", "qwen2"), ("gptq_3", "phi3"), ("awq", "qwen2")])
+@pytest.mark.parametrize(("form", "family"), [("gptq_ordered", "qwen2"), ("awq", "phi3")])
 def test_verify_finds_the_streamed_model_equal_to_the_resident_one(tmp_path: Path, form: str, family: str) -> None:
-    coded, _ = written(tmp_path, form, family=family)  # qwen2's q, k and v have biases
+    coded, _ = written(tmp_path, form, family=family)
     done = subprocess.run(
         [sys.executable, "-m", "streaming", "verify", str(coded)],
         capture_output=True, text=True, check=False, timeout=50,
@@ -255,3 +265,43 @@ def test_another_scheme_is_one_clear_refusal(tmp_path: Path, form: str) -> None:
         prepare(str(coded), LoadOptions(quantization="int8_per_channel"))
     assert "is already quantized on disk (" in str(raised.value)
     assert "leave --quantization out" in str(raised.value)
+
+
+def expert_weights(config: ModelConfig) -> Tensors:
+    """Random weights with each expert's projections by themselves."""
+    weights: Tensors = {}
+    for name, tensor in random_weights(config).items():
+        module, _, last = name.removesuffix(".weight").rpartition(".")
+        if not module.endswith(".experts"):
+            weights[name] = tensor
+            continue
+        projections = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+        parts = tensor.chunk(EXPERTS * len(projections))
+        for number, part in enumerate(parts):
+            expert, projection = divmod(number, len(projections))
+            weights[f"{module}.{expert}.{projections[projection]}.weight"] = part.clone()
+    return weights
+
+
+@pytest.mark.parametrize("form", ["gptq_ordered", "awq"])
+def test_experts_are_kept_in_their_own_codes(tmp_path: Path, form: str) -> None:
+    encode, stated = FORMS[form]
+    changes = {
+        "hidden_size": 64, "num_hidden_layers": 1, "moe_intermediate_size": 32, "num_experts": EXPERTS,
+        "num_experts_per_tok": 2, "head_dim": 16,
+    }  # fmt: skip
+    raw = raw_config("qwen3_moe", **changes)
+    coded, twin = dict(expert_weights(parse_config(raw))), dict(expert_weights(parse_config(raw)))
+    for name in [name for name in coded if ".experts." in name]:
+        tensors, numbers = encode(name, coded.pop(name))
+        coded |= {f"{name.removesuffix('.weight')}.{leaf}": tensor.contiguous() for leaf, tensor in tensors.items()}
+        twin[name] = numbers
+    for folder, found, config in (("coded", coded, raw | {"quantization_config": stated}), ("twin", twin, raw)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        save_file(found, tmp_path / folder / "model.safetensors")
+    found_specs = prepare(str(tmp_path / "coded"), LoadOptions()).specs
+    kept = {param.name: param.scheme for spec in found_specs for param in spec.params}
+    assert kept["model.layers.0.mlp.experts.down_proj.weight"].name.startswith("int4_per_group:asym")
+    expected = logits_of(tmp_path / "twin", IDS)
+    torch.testing.assert_close(logits_of(tmp_path / "coded", IDS), expected, rtol=1e-5, atol=1e-5)

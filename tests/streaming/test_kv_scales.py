@@ -15,8 +15,8 @@ from layers.context import StepContext
 from layers.kv_cache import KVCache
 from quant.dtypes import DType
 from quant.kernels import Kernels
-from streaming import LLM, CheckpointError, LoadOptions
-from streaming.kv_scales import NEEDLESS, NOT_IN_SHARDS, USED
+from streaming import LLM, CheckpointError, LoadOptions, cli
+from streaming.kv_scales import NEEDLESS, USED
 from streaming.leftovers import CACHE_SCALE
 from streaming.prepare import prepare
 from tests.streaming.resident import resident_model, same_bits
@@ -119,10 +119,22 @@ def test_what_is_no_scale_is_one_clear_line_and_only_for_an_fp8_cache(
     assert prepare(str(folder), LoadOptions(kv_cache_dtype="int8")).kv_scales is None
 
 
-def test_shards_hold_none_and_that_is_said(with_scales: Callable[..., Path], tmp_path: Path) -> None:
-    from streaming import cli
-
+@pytest.mark.parametrize("cache", ["auto", "fp8", "int8"])
+def test_shards_hold_them_whatever_cache_they_were_saved_with(
+    with_scales: Callable[..., Path], tmp_path: Path, cache: str
+) -> None:
     folder, out = with_scales(**SCALES), tmp_path / "shards"
+    options = ["--quiet", "--kv-cache-dtype", cache]
+    assert cli.run(["save-shards", str(folder), "--out", str(out), *options]) == 0
+    assert scales_of(out) == scales_of(folder)
+    assert prepare(str(out), LoadOptions(kv_cache_dtype="int8")).kv_scales is None
+
+
+def test_scales_that_cannot_be_used_are_refused_where_the_shards_are_loaded_with_such_a_cache(
+    with_scales: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder, out = with_scales(**{"model.layers.0.self_attn.k_scale": torch.ones(4)}), tmp_path / "shards"
     assert cli.run(["save-shards", str(folder), "--out", str(out), "--quiet"]) == 0
-    assert NOT_IN_SHARDS in prepare(str(out), LoadOptions(kv_cache_dtype="fp8")).warnings
-    assert prepare(str(out), LoadOptions(kv_cache_dtype="int8")).warnings == ()
+    assert prepare(str(out), LoadOptions()).warnings == ()
+    with pytest.raises(CheckpointError, match=r"self_attn.k_scale: \[4\] F32; a KV-cache scale is one"):
+        scales_of(out)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -193,3 +195,22 @@ def test_a_program_that_exits_inside_the_block_ends(four_layers: Path) -> None:
 def test_importing_the_public_names_imports_nothing_heavy() -> None:
     done = script(IMPORTS)
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8_per_channel"])
+@pytest.mark.parametrize("reader", ["process", "threads"])
+def test_a_closed_models_weights_go_with_their_last_user(four_layers: Path, reader: str, quantization: str) -> None:
+    """And not when the collector of rings comes by."""
+    gc.collect()
+    gc.disable()
+    try:
+        llm = LLM(four_layers, reader=reader, quantization=quantization)
+        llm.logits([1, 2, 3])
+        llm.wait_loaded()
+        weights = [weakref.ref(parameter) for parameter in llm.shell.parameters()]
+        assert len(weights) > 4 * 6
+        llm.close()
+        del llm
+        assert not [ref for ref in weights if ref() is not None]
+    finally:
+        gc.enable()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from examples.write_tiny_model import TinyModel
-from layers.kv_cache import kv_cache_nbytes
+from layers.kv_cache import cache_room_nbytes, kv_cache_nbytes
 from layers.kv_forms import CACHE_DTYPES
 from streaming import LLM, BudgetError, LoadOptions, OptionError, SamplingParams
 from streaming.commands.verify import compare
@@ -52,19 +52,25 @@ def test_the_budget_counts_the_cache_as_it_is_kept(four_layers: Path) -> None:
         for name in CACHE_DTYPES
     }
     rows = 2 * 4 * 2 * 100  # keys and values, layers, heads, tokens of 16 numbers
+    numbers = 2 * 2 * 100 * 16  # of one layer: so many are made wide at a time, keys and then values in strips
+    kept = {"fp8": rows * 16, "fp8_e4m3": rows * 16, "int8": rows * 20, "int4": rows * (8 + 4)}
+    strips = {"fp8": 6, "fp8_e4m3": 6, "int8": 4, "int4": 2 * 4 + 2}  # a number, in float32 and int16; groups of 32
     assert budgets == {
-        "auto": rows * 32, "fp8": rows * 16, "fp8_e4m3": rows * 16, "int8": rows * 20, "int4": rows * (8 + 4),
-    }  # fmt: skip
+        "auto": rows * 32,
+        **{name: nbytes + 2 * numbers + strips[name] * numbers // 2 for name, nbytes in kept.items()},
+    }
 
 
-def test_memory_admits_a_longer_context_where_the_cache_is_small(four_layers: Path) -> None:
-    wide = prepare(str(four_layers), LoadOptions(max_model_len=500))
+def test_memory_admits_a_longer_context_where_the_cache_is_small(tiny_folder: Callable[[TinyModel], Path]) -> None:
+    folder = tiny_folder(TinyModel(layers=12))  # one layer is made wide at a time
+    wide = prepare(str(folder), LoadOptions(max_model_len=500))
     limit = wide.budget.peak_nbytes - 1
     with pytest.raises(BudgetError, match="of KV cache"):
-        prepare(str(four_layers), LoadOptions(max_model_len=500, memory=limit))
-    with LLM(four_layers, max_model_len=500, memory=limit, kv_cache_dtype="int8") as llm:
+        prepare(str(folder), LoadOptions(max_model_len=500, memory=limit))
+    with LLM(folder, max_model_len=500, memory=limit, kv_cache_dtype="int8") as llm:
         assert llm.logits(IDS).shape == (len(IDS), 160)
-        expected = kv_cache_nbytes(wide.config, max_tokens=len(IDS), dtype=wide.dtype, cache_dtype="int8")
+        how: Any = {"max_tokens": len(IDS), "dtype": wide.dtype, "cache_dtype": "int8"}
+        expected = kv_cache_nbytes(wide.config, **how) + cache_room_nbytes(wide.config, **how)
         assert llm.stats().peak_budget_bytes == wide.budget.peak_nbytes - wide.budget.cache_nbytes + expected
 
 

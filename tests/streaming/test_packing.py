@@ -106,6 +106,17 @@ def test_the_budget_counts_the_copies(quantization: str, folder: Path) -> None:
         prepare(str(folder), LoadOptions(quantization=quantization, kernels="fast", memory=fast.peak_nbytes - 1))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_copies_that_no_product_would_read_are_neither_made_nor_counted(folder: Path, dtype: str) -> None:
+    """torch's int4 product reads bfloat16 alone; FBGEMM's rounds activations of any dtype."""
+    for quantization, made in (("int4_per_group", False), (INT8, True)):
+        options: Any = {"quantization": quantization, "kernels": "fast", "dtype": dtype}
+        assert (prepare(str(folder), LoadOptions(**options)).budget.packed_nbytes > 0) is made
+        with LLM(folder, **options) as llm:
+            llm.complete([[5, 9, 2]], PARAMS)
+            assert set(packed_layers(llm)) == {made}
+
+
 def test_packing_is_no_part_of_the_decode_rate(folder: Path) -> None:
     with LLM(folder, quantization=INT8, kernels="fast") as llm:
         llm.complete([[5, 9, 2]], PARAMS)

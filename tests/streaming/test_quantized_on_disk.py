@@ -147,6 +147,6 @@ def test_a_configuration_that_cannot_be_read_is_one_clear_line(tmp_path: Path, c
     coded, _ = write_coded(tmp_path, per_tensor, config=FP8)
     raw = json.loads((coded / "config.json").read_text(encoding="utf-8"))
     (coded / "config.json").write_text(json.dumps(raw | {"quantization_config": config}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="config.json: quantization_config") as raised:
+    with pytest.raises(CheckpointError, match=r"config\.json: quantization_config") as raised:
         prepare(str(coded), LoadOptions())
     assert words in str(raised.value)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import gc
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -24,11 +28,22 @@ from streaming.read_plan import Piece, ReadPlan, Region
 from streaming.read_strategy import ReadMethod
 from streaming.reader import Completion, ProcessReader, Reader, ThreadReader, open_reader
 from tests.streaming.leftovers import nothing_left, open_descriptors
-from tests.streaming.waiting import SOON_S, in_background
+from tests.streaming.waiting import SOON_S, in_background, until
 
 READERS = {"process": ProcessReader, "threads": ThreadReader}
 ROOT = Path(__file__).parents[2]
 each_reader = pytest.mark.parametrize("open_with", READERS.values(), ids=READERS)
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """What is only in rings stays for the length of this."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @pytest.fixture
@@ -396,3 +411,32 @@ def test_the_process_says_nothing_when_nobody_listens_any_more(file: Path) -> No
         os.close(receive)
         _, err = process.communicate(json.dumps(job).encode() + b"\n", timeout=SOON_S)
     assert err == b""
+
+
+@pytest.mark.parametrize("strategy", ["direct", "lazy", "eager", "prefetch"])
+@pytest.mark.parametrize("ended", [True, False], ids=["all read", "closed early"])
+def test_a_closed_reader_of_threads_lets_its_memory_go_at_once(file: Path, strategy: str, ended: bool) -> None:
+    """And not when the collector of rings comes by."""
+    with no_collector():
+        reader = ThreadReader(final_plan(file, file), method=ReadMethod(strategy=strategy))
+        if ended:
+            take(reader, 8)
+        memory = reader.memory(Region.FINAL)
+        assert memory is not None
+        gone = [weakref.ref(reader), weakref.ref(memory)]
+        reader.close()
+        del reader, memory
+        assert [ref() for ref in gone] == [None, None]
+
+
+def test_a_reader_whose_reports_nobody_takes_is_closed_all_the_same(file: Path) -> None:
+    """Its threads wait for room in the pipe, which is given back under them."""
+    pieces = tuple(Piece(number, 0, number % 4000, 1, Region.FINAL, 0, 0) for number in range(6000))
+    with nothing_left(), closing(ThreadReader(ReadPlan((file,), pieces, 4, 0, {}, {}), threads=2)) as reader:
+        until(lambda: waiting_nbytes(reader.fileno()) > 60_000)  # of 64 KiB
+
+
+def waiting_nbytes(descriptor: int) -> int:
+    """Bytes in a pipe."""
+    found = fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))
+    return int.from_bytes(found, sys.byteorder)

@@ -7,7 +7,9 @@ import errno
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,15 +18,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from examples.write_tiny_model import TinyModel
+from examples.write_tiny_model import TinyModel, write_tiny_model
 from quant.registry import scheme_names
 from streaming import cli
-from streaming.errors import CheckpointError, OptionError, StreamingError
+from streaming.errors import CheckpointError, LayerLoadError, OptionError, StreamingError
 from streaming.llm import LLM
 from streaming.options import LoadOptions
 from streaming.prepare import prepare
 from streaming.sharded_writer import wanted_manifest, writing
+from tests.layers.family_cases import FAMILY_CASES
+from tests.streaming.coded import write_coded
 from tests.streaming.resident import resident_model, run_resident, same_bits
+from tests.streaming.test_gptq_and_awq import FORMS as GPTQ_FORMS
+from tests.test_against_transformers import write_checkpoint
 
 IDS = [3, 1, 4, 1, 5, 9]
 PART = "model-rank-00000-part-00000.safetensors"
@@ -129,6 +135,164 @@ def test_verify_agrees_and_sees_a_changed_byte(shards: Path, capfd: pytest.Captu
     assert f"{PART}: its sha256 is " in capfd.readouterr().out
 
 
+# --- what is not one scheme for all
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+
+
+def scaled(module: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """fp8 with a scale for each tensor; those of q, k and v differ."""
+    scale = torch.tensor(0.004 * (1 + len(module) % 5))
+    codes = (weight.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale}, codes.float() * scale
+
+
+def check_same(model: Path, out: Path, *, straight: bool = True, **options: Any) -> Any:
+    """The shards hold the very tensors, and give the very logits, of the model itself; what was planned of them."""
+    with LLM(model, **options) as llm:
+        logits = llm.logits(IDS)
+        llm.wait_loaded()
+        stored = {name: tensor.clone() for name, tensor in llm.shell.named_parameters()}
+    with LLM(out) as llm:
+        assert same_bits(llm.logits(IDS), logits)
+        llm.wait_loaded()
+        found = dict(llm.shell.named_parameters())
+        assert found.keys() == stored.keys()
+        assert all(same_bits(found[name], stored[name]) for name in stored)
+        assert llm.stats().quantize_s == 0
+    prepared = prepare(str(out), LoadOptions())
+    assert all(item.direct for item in prepared.plan.items) is straight
+    assert prepared.plan.read_nbytes == prepared.plan.kept_nbytes
+    assert cli.run(["verify", str(out), "--quiet"]) == 0
+    return prepared
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])  # phi3's q, k and v have one scale on disk
+def test_what_is_quantized_on_disk_is_saved_as_it_is_kept(tmp_path: Path, family: str) -> None:
+    coded, _ = write_coded(tmp_path, scaled, config=FP8, model=TinyModel(layers=2, family=family))
+    assert save(coded, tmp_path / "out") == 0
+    prepared = check_same(coded, tmp_path / "out")
+    weight = next(p for p in prepared.specs[1].params if p.name.endswith("qkv_proj.weight"))
+    assert weight.scheme.name == "fp8_per_tensor"
+    assert weight.storage()["weight_scale"].shape == ((1,) if family == "phi3" else (3,))
+
+
+def test_an_order_of_inputs_is_saved_and_looked_at_when_it_is_loaded(tmp_path: Path) -> None:
+    """Each input's group is a number that products believe."""
+    encode, config = GPTQ_FORMS["gptq_ordered"]
+    coded, _ = write_coded(tmp_path, encode, config=config, model=TinyModel(layers=2))
+    out = tmp_path / "out"
+    assert save(coded, out) == 0
+    check_same(coded, out, straight=False)
+    tensors = load_file(out / PART)
+    tensors["model.layers.1.mlp.down_proj.g_idx"][0, 5] = 3
+    save_file(tensors, out / PART)
+    size = (out / PART).stat().st_size
+    change_manifest(out, files=[json.loads((out / MANIFEST).read_text())["files"][0] | {"nbytes": size}])
+    wrong = r"layer layers.1, stage quantize.*down_proj.g_idx.*g_idx names groups 0 to 3, but there are 3"
+    with LLM(out) as llm, pytest.raises(LayerLoadError, match=wrong):
+        llm.logits(IDS)
+
+
+def test_experts_are_saved_as_they_are_kept(moe_folder: Path, tmp_path: Path) -> None:
+    assert save(moe_folder, tmp_path / "out") == 0
+    prepared = check_same(moe_folder, tmp_path / "out")
+    schemes = {p.name: p.scheme.name for spec in prepared.specs for p in spec.params}
+    assert schemes["model.layers.0.mlp.experts.gate_up_proj.weight"] == "fp8_per_tensor"
+
+
+@pytest.fixture
+def moe_folder(tmp_path: Path) -> Path:
+    """A tiny Qwen3 with experts, all linear weights of the layers in fp8."""
+    folder = tmp_path / "moe"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model_type, changes = FAMILY_CASES["qwen3_moe"]
+        write_checkpoint(import_module("transformers"), model_type, {**changes, "vocab_size": 160}, folder=folder)
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        module, _, leaf = name.rpartition(".")
+        made = scaled(module, tensor)[0] if "proj" in module and leaf == "weight" else {leaf: tensor.bfloat16()}
+        tensors |= {f"{module}.{leaf}": part for leaf, part in made.items()}
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16", "quantization_config": FP8}))
+    return folder
+
+
+def test_what_is_quantized_anew_is_saved_as_it_came_out(tmp_path: Path) -> None:
+    coded, _ = write_coded(tmp_path, scaled, config=FP8)
+    assert save(coded, tmp_path / "out", "--quantization", "mxfp4") == 0
+    check_same(coded, tmp_path / "out", quantization="mxfp4")
+
+
+def test_weights_of_several_schemes_and_percentiles_are_saved_with_each_ones_own(
+    four_layers: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "default": "int4_per_group:64:asym", "ignore": ["model.layers.1.mlp"],
+        "rules": [
+            {"match": "self_attn", "scheme": "fp8_per_tensor", "percentile": 99.0},
+            {"match": "lm_head", "scheme": "nvfp4"},
+        ],
+    }  # fmt: skip
+    out = tmp_path / "out"
+    assert save(four_layers, out, "--quantization-config", json.dumps(config)) == 0
+    specs = check_same(four_layers, out, quantization_config=config).specs
+    kept = {param.name: param.scheme.name for spec in specs for param in spec.params}
+    assert kept["lm_head.weight"] == "nvfp4"
+    assert kept["model.layers.1.mlp.down_proj.weight"] == "none"
+    assert kept["model.layers.0.mlp.down_proj.weight"] == "int4_per_group:64:asym"
+    assert kept["model.layers.0.self_attn.qkv_proj.weight"] == "fp8_per_tensor"
+    words = "the shards were saved with fp8_per_tensor and int4_per_group:64:asym and nvfp4; leave the option out"
+    assert words in error_of(capfd, "plan", out, "--quantization", "int4_per_group:64:asym", status=2)
+    found = error_of(capfd, "plan", out, "--quantization-config", '{"default": "mxfp8"}', status=2)
+    assert "--quantization-config: the shards are read as they were saved" in found
+
+
+@pytest.mark.parametrize("asked", ["int4_per_group", "int4_per_group:32"])
+def test_two_names_of_one_scheme_are_the_same(
+    four_layers: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], asked: str
+) -> None:
+    assert save(four_layers, tmp_path, "--quantization", "int4_per_group:32") == 0
+    assert cli.run(["plan", str(tmp_path), "--quantization", asked]) == 0
+    capfd.readouterr()
+    assert cli.run(["save-shards", str(four_layers), "--out", str(tmp_path), "--quantization", asked]) == 0
+    assert "holds the same already" in capfd.readouterr().out
+    found = error_of(capfd, "plan", tmp_path, "--quantization", "int4_per_group:64", status=2)
+    assert "--quantization int4_per_group:64: the shards were saved with int4_per_group;" in found
+
+
+def test_the_scales_of_an_fp8_cache_come_along(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = write_tiny_model(tmp_path / "model", model=TinyModel(layers=2, files=1))
+    tensors = load_file(model / "model.safetensors")
+    for layer in range(2):
+        tensors[f"model.layers.{layer}.self_attn.k_proj.k_scale"] = torch.tensor(0.01 + 0.1 * layer)
+        tensors[f"model.layers.{layer}.self_attn.v_proj.v_scale"] = torch.tensor(0.02)
+    save_file(tensors, model / "model.safetensors")
+    out = tmp_path / "out"
+    cache: Any = {"kv_cache_dtype": "fp8"}
+    assert save(model, out) == 0
+    direct, saved = (prepare(str(folder), LoadOptions(**cache)) for folder in (model, out))
+    assert direct.kv_scales is not None
+    assert saved.kv_scales == direct.kv_scales
+    assert saved.warnings == ()
+    with LLM(model, **cache) as llm:
+        expected = llm.logits(IDS)
+    with LLM(out, **cache) as llm:
+        assert same_bits(llm.logits(IDS), expected)
+    with LLM(out) as llm:
+        assert not same_bits(llm.logits(IDS), expected)  # nor would scales of 1 give them
+    change_manifest(out, kv_scales=[[1.0, 1.0]])
+    assert "kv_scales are of 1 layers; the model has 2" in error_of(capfd, "plan", out, "--kv-cache-dtype", "fp8")
+
+
+def test_a_model_without_cache_scales_has_none_in_its_shards(shards: Path) -> None:
+    prepared = prepare(str(shards), LoadOptions(kv_cache_dtype="fp8"))
+    assert (prepared.kv_scales, prepared.warnings) == (None, ())
+
+
 # --- what is refused
 
 
@@ -184,13 +348,26 @@ def test_all_tensors_that_are_wrong_are_in_one_report(shards: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"version": 2}, "version 2"),
+        ({"version": 1}, "version 1; this program reads 2: save it again"),
         ({"tied": 1}, "tied is 1"),
         ({"tensor_parallel_size": True}, "tensor_parallel_size is True"),
         ({"quantization": "fp3"}, "'fp3'"),
         ({"dtype": "int8"}, "'int8'"),
         ({"files": [{"name": "../x.safetensors", "nbytes": 1, "sha256": ""}]}, "../x.safetensors"),
         ({"files": [{"name": PART}]}, "an entry that is none"),
+        ({"weights": []}, "weights is []"),
+        ({"weights": {"a.weight": 1}}, "a.weight is '1'"),
+        ({"weights": {"a.weight": {"scheme": {"class": "Popen"}, "runs": []}}}, "a.weight: a scheme is"),
+        ({"weights": {"lm_head.weight": {"scheme": {"class": "MxFp4"}, "runs": [0]}}}, "lm_head.weight: runs is '[0]'"),
+        ({"weights": {"lm_head.weight": {"scheme": {"class": "MxFp4"}, "runs": [2]}}}, "runs is [2] of 1 sections"),
+        ({"weights": {"a.weight": {"scheme": {"class": "MxFp4"}, "runs": []}}}, "'a.weight', which the model has not"),
+        ({"weights": {"model.norm.weight": {"scheme": {"class": "MxFp4"}, "runs": []}}}, "'model.norm.weight', which"),
+        (
+            {"weights": {"lm_head.weight": {"scheme": {"class": "Nf4", "numbers": "nf4", "block": 48}, "runs": []}}},
+            "1 rows of 64 are not whole blocks of 48",
+        ),
+        ({"kv_scales": [[1.0, 0.0]]}, "kv_scales is [[1.0, 0.0]]"),
+        ({"kv_scales": [[1.0, True]]}, "kv_scales is [[1.0, True]]"),
     ],
 )
 def test_a_manifest_that_is_wrong_is_named(

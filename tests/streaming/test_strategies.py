@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from streaming.open_files import OpenFiles, state_of
 from streaming.options import LoadOptions
 from streaming.prefetching import Prefetcher, plan_blocks
 from streaming.prepare import prepare
-from streaming.read_choice import choose_reading
 from streaming.read_plan import Piece, ReadPlan, Region
 from streaming.read_strategy import ReadMethod
 from streaming.reader import ProcessReader, Reader, ThreadReader
@@ -404,25 +402,3 @@ def test_plan_says_how_the_files_are_read(four_layers: Path) -> None:
 def test_torchao_is_refused_for_other_checkpoints(four_layers: Path) -> None:
     with pytest.raises(OptionError, match="is not serialized by torchao"):
         prepare(str(four_layers), LoadOptions(safetensors_load_strategy="torchao"))
-
-
-def torchao_message(four_layers: Path, monkeypatch: pytest.MonkeyPatch, *, installed: bool) -> str:
-    """What is said of a checkpoint whose config names torchao, with no strategy asked for."""
-    prepared = prepare(str(four_layers), LoadOptions())
-    config = {**prepared.checkpoint.config, "quantization_config": {"quant_method": "torchao"}}
-    checkpoint = replace(prepared.checkpoint, config=config)
-    monkeypatch.setattr("streaming.read_choice.find_spec", lambda name: name if installed else None)
-    with pytest.raises((OptionError, CheckpointError)) as caught:
-        choose_reading(checkpoint, prepared.plan, LoadOptions())
-    return str(caught.value)
-
-
-def test_a_torchao_checkpoint_asks_for_the_package(four_layers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    message = torchao_message(four_layers, monkeypatch, installed=False)
-    assert message.endswith("is serialized by torchao: pip install 'torchao>=0.15'")
-
-
-def test_with_the_package_its_formats_are_named_as_not_supported(
-    four_layers: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "number formats are not supported yet" in torchao_message(four_layers, monkeypatch, installed=True)

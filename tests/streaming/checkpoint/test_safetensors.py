@@ -35,7 +35,7 @@ def problems_of(content: bytes, folder: Path) -> tuple[str, ...]:
 
 
 def test_every_dtype_is_read_where_the_reference_reads_it(tmp_path: Path) -> None:
-    written = {dtype.value.lower(): torch.zeros(3, 5).to(to_torch(dtype)) for dtype in DType}
+    written = {dtype.value.lower(): torch.zeros(3, 5).to(to_torch(dtype)) for dtype in DType if dtype.in_files}
     written["scalar"], written["empty"] = torch.tensor(7.0), torch.zeros(0, 4)
     path = tmp_path / "all dtypes.safetensors"
     save_file(written, path, metadata={"format": "pt"})

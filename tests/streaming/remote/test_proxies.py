@@ -18,6 +18,7 @@ import torch
 from streaming.checkpoint import open_checkpoint
 from streaming.errors import CheckpointError, OptionError
 from streaming.remote.proxy import Proxy, proxy_for
+from streaming.remote.small_files import SMALL_FILES
 from tests.streaming.remote.range_server import RangeServer, serving
 from tests.streaming.remote.remote_model import logits
 
@@ -141,7 +142,7 @@ def test_a_proxy_that_wants_credentials_is_told_at_once(
     proxy.wanted = "Basic xyz"
     with pytest.raises(CheckpointError, match=r"the proxy .*answers 407.*HTTPS_PROXY=http://user:password@host:port"):
         open_checkpoint(f"{scheme}://127.0.0.1:1/model/")
-    assert len(proxy.lines) <= 8  # one for each of the small files at most, and none of them again
+    assert len(proxy.lines) <= len(SMALL_FILES)  # one for each of the small files at most, and none of them again
 
 
 def test_no_proxy_names_hosts_that_are_asked_themselves(

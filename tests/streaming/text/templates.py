@@ -1,4 +1,4 @@
-"""Chat templates as models bring them, written from their formats: ChatML, Llama 3, Mistral, Qwen 3 with tools."""
+"""Chat templates as models bring them, written from their formats: ChatML, Llama 3, Mistral, tools, harmony."""
 
 CHATML = """{%- for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
@@ -85,4 +85,103 @@ TOOLS = """{%- macro describe(tool) %}
         {{- '<think>\\n\\n</think>\\n\\n' }}
     {%- endif %}
 {%- endif %}
+"""
+
+HARMONY = """{#- Takes `reasoning_effort` beside messages and tools. #}
+{%- macro type_of(spec) -%}
+    {%- if spec.type == "array" -%}
+        {{- (type_of(spec['items']) if spec['items'] else "any") + "[]" }}
+    {%- elif spec.type is defined and spec.type is iterable and spec.type is not string and spec.type[0] is defined -%}
+        {{- spec.type | join(" | ") }}
+    {%- elif spec.type == "string" and spec.enum -%}
+        {{- '"' + spec.enum|join('" | "') + '"' -}}
+    {%- elif spec.type == "integer" -%}
+        {{- "number" }}
+    {%- else -%}
+        {{- spec.type or "any" }}
+    {%- endif -%}
+    {%- if spec.nullable %}
+        {{- " | null" }}
+    {%- endif -%}
+{%- endmacro -%}
+{%- macro namespace_of(name, tools) -%}
+    {{- "## " + name + "\\n\\nnamespace " + name + " {\\n\\n" }}
+    {%- for tool in tools %}
+        {%- set tool = tool.function %}
+        {{- "// " + tool.description + "\\ntype " + tool.name + " = (_: {\\n" }}
+        {%- for key, spec in tool.parameters.properties.items() %}
+            {{- key + ("" if key in (tool.parameters.required or []) else "?") + ": " + type_of(spec) }}
+            {%- if spec.default is defined %}
+                {{- ", // default: " + spec.default|tojson }}
+            {%- endif %}
+            {{- ",\\n" }}
+        {%- endfor %}
+        {{- "}) => any;\\n\\n" }}
+    {%- endfor %}
+    {{- "} // namespace " + name }}
+{%- endmacro -%}
+{%- macro system() -%}
+    {%- if model_identity is not defined %}
+        {%- set model_identity = "You are a large language model." %}
+    {%- endif %}
+    {{- model_identity + "\\nCurrent date: " + strftime_now("%Y-%m-%d") + "\\n\\n" }}
+    {%- if reasoning_effort is not defined %}
+        {%- set reasoning_effort = "medium" %}
+    {%- endif %}
+    {{- "Reasoning: " + reasoning_effort + "\\n\\n# Valid channels: analysis, commentary, final." }}
+{%- endmacro -%}
+{{- "<|start|>system<|message|>" + system() + "<|end|>" }}
+{%- if messages[0].role == "developer" or messages[0].role == "system" %}
+    {%- set developer = messages[0].content %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set developer = "" %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{%- if developer or tools %}
+    {{- "<|start|>developer<|message|># Instructions\\n\\n" + developer }}
+    {%- if tools %}
+        {{- "\\n\\n# Tools\\n\\n" + namespace_of("functions", tools) }}
+    {%- endif %}
+    {{- "<|end|>" }}
+{%- endif %}
+{%- set last = namespace(name=none) %}
+{%- for message in loop_messages -%}
+    {%- if message.role == 'assistant' -%}
+        {%- if "content" in message and "<|channel|>final<|message|>" in message.content %}
+            {{- raise_exception("channels belong in fields of their own") }}
+        {%- endif %}
+        {%- if "tool_calls" in message %}
+            {%- set later = namespace(found=false) %}
+            {%- for future in loop_messages[loop.index:] %}
+                {%- if future.role == 'assistant' and "tool_calls" not in future %}
+                    {%- set later.found = true %}
+                {%- endif %}
+            {%- endfor %}
+            {%- set call = message.tool_calls[0].function %}
+            {%- if message.thinking and not later.found %}
+                {{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}
+            {%- endif %}
+            {{- "<|start|>assistant to=functions." + call.name + "<|channel|>commentary json<|message|>" }}
+            {{- call.arguments|tojson + "<|call|>" }}
+            {%- set last.name = call.name %}
+        {%- elif loop.last and not add_generation_prompt %}
+            {{- "<|start|>assistant<|channel|>final<|message|>" + message.content + "<|return|>" }}
+        {%- else %}
+            {{- "<|start|>assistant<|channel|>final<|message|>" + message.content + "<|end|>" }}
+            {%- set last.name = none %}
+        {%- endif %}
+    {%- elif message.role == 'tool' -%}
+        {%- if last.name is none %}
+            {{- raise_exception("a tool's message follows a call") }}
+        {%- endif %}
+        {{- "<|start|>functions." + last.name + " to=assistant<|channel|>commentary<|message|>" }}
+        {{- message.content|tojson + "<|end|>" }}
+    {%- else -%}
+        {{- "<|start|>user<|message|>" + message.content + "<|end|>" }}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<|start|>assistant
+{%- endif -%}
 """

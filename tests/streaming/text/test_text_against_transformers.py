@@ -21,7 +21,7 @@ from streaming.gguf_tokenizer import gguf_recipe
 from streaming.tokenizer import Tokenizer, open_tokenizer
 
 from .metadata import gguf_checkpoint, sentencepiece_metadata
-from .templates import CHATML, LLAMA3, MISTRAL, TOOLS
+from .templates import CHATML, HARMONY, LLAMA3, MISTRAL, TOOLS
 
 _TEXTS = [
     "The sea is 12345 km wide, isn't it?", "  leading", "trailing  ", "   ", "\t\ttabs\n\n\nand lines\r\n", "",
@@ -120,6 +120,25 @@ _TOOL = {
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
 }
 
+_ANSWER = {"role": "tool", "content": "Rain, 3 °C"}
+_DESCRIBED = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "What the weather is like",
+        "parameters": {
+            "type": "object",
+            "required": ["city"],
+            "properties": {
+                "city": {"type": "string"},
+                "unit": {"type": "string", "enum": ["C", "F"], "default": "C", "nullable": True},
+                "days": {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+                "at": {"type": ["number", "null"], "default": None},
+            },
+        },
+    },
+}
+
 
 @pytest.mark.parametrize(
     ("template", "messages", "tools"),
@@ -130,6 +149,10 @@ _TOOL = {
         (MISTRAL, _TURNS, None),
         (TOOLS, [*_TURNS, _PARTS], [_TOOL, _TOOL]),
         (TOOLS, _TURNS, None),
+        (HARMONY, _TURNS, None),
+        (HARMONY, [{"role": "developer", "content": "Be brief."}, *_TURNS], [_DESCRIBED]),
+        (HARMONY, [_TURNS[0], {**_CALL, "thinking": "Where?"}, _ANSWER], [_DESCRIBED]),
+        (HARMONY, [_TURNS[0], {**_CALL, "thinking": "Where?"}, _ANSWER, _TURNS[1]], [_DESCRIBED]),
     ],
 )
 @pytest.mark.parametrize("opening", [True, False])
