@@ -15,6 +15,7 @@ from torch.nn import functional
 from layers.kv_forms import GROUP, cache_form
 from quant.float8_codec import expand, expansion
 from quant.panels import Workspace
+from quant.row_codec import scale_of
 
 Kept = Mapping[str, torch.Tensor]
 _LARGEST_E4M3, _LARGEST_INT8, _LARGEST_INT4 = 448.0, 127.0, 15.0
@@ -91,8 +92,7 @@ class Int8:
     def encode(self, numbers: torch.Tensor, kept: Kept) -> None:
         """numbers [..., d]."""
         wide = numbers.float()
-        scale = wide.abs().amax(-1) / _LARGEST_INT8
-        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+        scale = scale_of(wide.abs().amax(-1), largest=_LARGEST_INT8)
         kept["scale"].copy_(scale)
         kept["codes"].copy_((wide / scale.unsqueeze(-1)).round_().clamp_(-_LARGEST_INT8, _LARGEST_INT8))
 

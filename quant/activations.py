@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-LARGEST = 127.0
+from quant.int8_codec import LARGEST
+from quant.row_codec import scale_of
 
 
 def quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,8 +24,7 @@ def quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     infinity makes the scale, and so the whole token, NaN or infinite.
     """
     wide = x.float()
-    scale = wide.abs().amax(-1, keepdim=True) / LARGEST
-    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    scale = scale_of(wide.abs().amax(-1, keepdim=True), largest=LARGEST)
     return (wide / scale).round_().clamp_(-LARGEST, LARGEST), scale
 
 

@@ -14,7 +14,7 @@ from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.percentile import check_percentile
 from quant.scheme import StoredSpec
-from quant.sections import row_range, total_rows
+from quant.sections import for_each_row, linear_by_section, row_range, section_rows, total_rows
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ class Fp8PerTensor:
         in_features: int | None = None,
     ) -> torch.Tensor:
         """code x scale, in float32, rounded once."""
-        return (stored["weight"].float() * self._rows(stored, sections).unsqueeze(1)).to(dtype)
+        return (stored["weight"].float() * for_each_row(stored["weight_scale"], sections).unsqueeze(1)).to(dtype)
 
     def linear(
         self,
@@ -86,15 +86,7 @@ class Fp8PerTensor:
         kernels: Kernels,
     ) -> torch.Tensor:
         """x [..., I] -> [..., O]."""
-        return kernels.float8(x, stored["weight"], self._rows(stored, sections), bias)
-
-    def _rows(self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...]) -> torch.Tensor:
-        import torch
-
-        scale = stored["weight_scale"]
-        if len(sections) == 1:
-            return scale.expand(sections[0])
-        return torch.cat([scale[index : index + 1].expand(rows) for index, rows in enumerate(sections)])
+        return kernels.float8(x, stored["weight"], for_each_row(stored["weight_scale"], sections), bias)
 
 
 @dataclass(frozen=True)
@@ -128,7 +120,7 @@ class Fp8PerChannel:
         self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], index: int
     ) -> dict[str, torch.Tensor]:
         """The section's rows of both."""
-        return {name: tensor[row_range(sections, index)] for name, tensor in stored.items()}
+        return section_rows(stored, sections, index)
 
     def quantize_into(self, weight: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
         """A scale for each row."""
@@ -218,6 +210,8 @@ class Fp8PerBlock:
         in_features: int | None = None,
     ) -> torch.Tensor:
         """code x its block's scale, in float32, rounded once."""
+        import torch
+
         from quant.float8_blocks import scale_by_number
 
         parts = []
@@ -225,8 +219,6 @@ class Fp8PerBlock:
             views = self.section_views(stored, sections, index)
             codes = views["weight"]
             parts.append(codes.float() * scale_by_number(views["weight_scale"], codes.shape, block=self.block))
-        import torch
-
         return torch.cat(parts).to(dtype)
 
     def linear(
@@ -239,16 +231,15 @@ class Fp8PerBlock:
         kernels: Kernels,
     ) -> torch.Tensor:
         """x [..., I] -> [..., O]: section by section, since each begins a block of its own."""
-        import torch
 
-        if len(sections) == 1:
-            return kernels.float8_blocks(x, stored["weight"], stored["weight_scale"], bias, block=self.block)
-        biases = [None] * len(sections) if bias is None else list(bias.split(list(sections)))
-        outs = []
-        for index, part in enumerate(biases):
-            views = self.section_views(stored, sections, index)
-            outs.append(kernels.float8_blocks(x, views["weight"], views["weight_scale"], part, block=self.block))
-        return torch.cat(outs, dim=-1)
+        def product(views: Mapping[str, torch.Tensor], part: torch.Tensor | None) -> torch.Tensor:
+            return kernels.float8_blocks(x, views["weight"], views["weight_scale"], part, block=self.block)
+
+        return linear_by_section(self, stored, sections, bias, product=product)
 
     def _blocks(self, sections: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(-(-rows // self.block[0]) for rows in sections)
+
+
+FLOAT8_SCHEMES = (Fp8PerTensor, Fp8PerChannel, Fp8PerBlock)
+"""The schemes of e4m3 under float32 scales."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from quant.float8 import BLOCK
 from quant.float8_codec import FLOAT8, LARGEST
 from quant.magnitudes import group_magnitudes, magnitude_bits, strips
 from quant.panels import Workspace
 from quant.row_codec import scale_of, widened
 
-BLOCK = 128
 _BLOCKS_AT_ONCE = 16  # when they are ordered: what is held for them stays small
 
 
@@ -53,18 +53,6 @@ def _ordered_magnitudes(part: torch.Tensor, workspace: Workspace, *, percentile:
             groups = bits.view(bits.shape[0], -1, min(BLOCK, stop - start)).transpose(0, 1).flatten(1)
             found.append(group_magnitudes(groups, part.dtype, percentile=percentile))
     return torch.cat(found) if found else torch.zeros(0, device=part.device)
-
-
-def multiply_blocks(wide: torch.Tensor, scale: torch.Tensor, *, columns: int = BLOCK) -> torch.Tensor:
-    """wide [r, I] multiplied in place by scale [ceil(I / columns)], each for so many columns."""
-    whole = wide.shape[1] // columns
-    blocks = wide[:, : whole * columns].view(wide.shape[0], whole, columns) if whole else wide[:, :0]
-    rest = wide[:, whole * columns :]
-    if whole:
-        _ = blocks.mul_(scale[:whole].view(1, whole, 1))
-    if rest.shape[1]:
-        _ = rest.mul_(scale[whole])
-    return wide
 
 
 def scale_by_number(scale: torch.Tensor, shape: torch.Size, *, block: tuple[int, int] = (BLOCK, BLOCK)) -> torch.Tensor:

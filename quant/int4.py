@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.scheme import StoredSpec
-from quant.sections import row_range, total_rows
+from quant.sections import linear_by_section, section_rows, total_rows
 
 if TYPE_CHECKING:
     import torch
@@ -84,15 +84,15 @@ class IntPerGroup:
         if not self.symmetric:
             found["weight_zero_point"] = StoredSpec((rows, groups), DType.U8)
         if self.ordered:
-            found["g_idx"] = StoredSpec((len(sections), in_features), DType.I32)
+            found[ORDER] = StoredSpec((len(sections), in_features), DType.I32)
         return found
 
     def section_views(
         self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], index: int
     ) -> dict[str, torch.Tensor]:
         """The section's rows, and its order of inputs."""
-        rows = row_range(sections, index)
-        return {name: tensor[index : index + 1] if name == "g_idx" else tensor[rows] for name, tensor in stored.items()}
+        rows = section_rows(stored, sections, index)
+        return rows | {ORDER: stored[ORDER][index : index + 1]} if ORDER in stored else rows
 
     def quantize_into(self, weight: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
         """A scale for each group; an order of inputs, where it is kept, is that of the columns."""
@@ -103,7 +103,7 @@ class IntPerGroup:
             import torch
 
             columns = torch.arange(weight.shape[1], dtype=torch.int32, device=weight.device)
-            out["g_idx"].copy_(columns // (self.group_size or max(1, weight.shape[1])))
+            out[ORDER].copy_(columns // (self.group_size or max(1, weight.shape[1])))
 
     def dequantize(
         self,
@@ -125,7 +125,7 @@ class IntPerGroup:
         parts = []
         for index in range(len(sections)):
             views = self.section_views(stored, sections, index)
-            order = views.get("g_idx")
+            order = views.get(ORDER)
             columns = in_features if order is None else order.shape[1]
             codes = codes_of(views["weight"], columns, bits=self.bits)
             zero = views.get("weight_zero_point", self.zero)
@@ -143,26 +143,13 @@ class IntPerGroup:
         kernels: Kernels,
     ) -> torch.Tensor:
         """x [..., I] -> [..., O]; section by section where each has an order of its own."""
-        import torch
-
-        if not self.ordered:
-            return self._product(x, stored, self.group_size, bias, kernels)
-        biases = [None] * len(sections) if bias is None else list(bias.split(list(sections)))
-        outs = []
-        for index, part in enumerate(biases):
-            views = self.section_views(stored, sections, index)
-            outs.append(self._product(x, views, views["g_idx"][0], part, kernels))
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
-
-    def _product(
-        self,
-        x: torch.Tensor,
-        stored: Mapping[str, torch.Tensor],
-        group: torch.Tensor | int,
-        bias: torch.Tensor | None,
-        kernels: Kernels,
-    ) -> torch.Tensor:
         from quant.int4_strips import IntGroups
 
-        zero = stored.get("weight_zero_point", self.zero)
-        return kernels.int4(x, IntGroups(stored["weight"], stored["weight_scale"], zero, group, self.bits), bias)
+        def product(views: Mapping[str, torch.Tensor], part: torch.Tensor | None) -> torch.Tensor:
+            zero = views.get("weight_zero_point", self.zero)
+            group = views[ORDER][0] if self.ordered else self.group_size
+            return kernels.int4(x, IntGroups(views["weight"], views["weight_scale"], zero, group, self.bits), part)
+
+        if not self.ordered:
+            return product(stored, bias)
+        return linear_by_section(self, stored, sections, bias, product=product)

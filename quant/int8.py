@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from quant.dtypes import DType
 from quant.percentile import check_percentile
 from quant.scheme import StoredSpec
-from quant.sections import row_range, total_rows
+from quant.sections import section_rows, total_rows
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ class Int8PerChannel:
         self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], index: int
     ) -> dict[str, torch.Tensor]:
         """The section's rows of both."""
-        return {name: tensor[row_range(sections, index)] for name, tensor in stored.items()}
+        return section_rows(stored, sections, index)
 
     def quantize_into(self, weight: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
         """A scale for each row."""

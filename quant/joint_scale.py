@@ -1,9 +1,13 @@
 """One scale for a fused e4m3 weight whose parts have one each, for a kernel that takes no more than one.
 
-No product of quant.device_choice is such a kernel: those keep a slot for each part. This is the rule for one that is:
-the joint scale is the largest of the parts' scales; parts with a smaller one are dequantized and quantized again, since
-under another scale their codes would stand for other numbers; parts that have it already are not touched. Activation
-scales of a checkpoint are limits, not part of stored numbers: the largest covers them all.
+Nothing calls this: no product of quant.device_choice is such a kernel. torch._scaled_mm with one scale for all (a GPU
+where it takes none for each row) is given ones, and the parts' scales go to its float32 sums (quant.scaled_products).
+It would be used by a product whose operator multiplies its own sums by one scale, as a step of quant.post_processing
+before any other (behind e4m3fnuz the codes would be of another kind), chosen in quant.device_choice.
+
+The rule: the joint scale is the largest of the parts' scales; parts with a smaller one are dequantized and quantized
+again, since under another scale their codes would stand for other numbers; parts that have it already are not touched.
+Activation scales of a checkpoint are limits, not part of stored numbers: the largest covers them all.
 """
 
 from __future__ import annotations

@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from quant.cpu_features import CpuFeatures
 from quant.device_features import DeviceFeatures, triton_installed
 from quant.device_products import OnDevice
-from quant.float8_blocks import BLOCK, multiply_blocks, scale_by_number
+from quant.float8 import BLOCK
+from quant.float8_blocks import scale_by_number
 from quant.float8_codec import expand, expansion
 from quant.int4_strips import IntGroups
-from quant.mx_codec import multiply_blocks as multiply_columns
+from quant.mx_codec import multiply_blocks
 from quant.mx_strips import ScaledBlocks
 from quant.nf4_strips import CodedBlocks
 from quant.panel_bounds import ROW_MULTIPLE
@@ -138,9 +139,9 @@ class Kernels:
             wide = out if single else workspace.take("blocks", tuple(out.shape), torch.float32)
             expand(weight[start:stop], wide, workspace)
             if block[0] == 1:
-                multiply_columns(wide, factors[start:stop], block=block[1])
+                multiply_blocks(wide, factors[start:stop], block=block[1])
             for first, last in _block_rows(start, stop, block[0]) if block[0] > 1 else ():
-                multiply_blocks(wide[first - start : last - start], factors[first // block[0]], columns=block[1])
+                multiply_blocks(wide[first - start : last - start], factors[first // block[0], None], block=block[1])
             if not single:
                 out.copy_(wide)
 

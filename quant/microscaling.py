@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from quant.dtypes import DType
 from quant.scheme import StoredSpec
-from quant.sections import row_range, total_rows
+from quant.sections import for_each_row, section_rows, total_rows
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ class MxFp8:
         self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], index: int
     ) -> dict[str, torch.Tensor]:
         """The section's rows of both."""
-        return {name: tensor[row_range(sections, index)] for name, tensor in stored.items()}
+        return section_rows(stored, sections, index)
 
     def quantize_into(self, weight: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
         """A scale for each block."""
@@ -114,7 +114,7 @@ class MxFp4:
         self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], index: int
     ) -> dict[str, torch.Tensor]:
         """The section's rows of both."""
-        return {name: tensor[row_range(sections, index)] for name, tensor in stored.items()}
+        return section_rows(stored, sections, index)
 
     def quantize_into(self, weight: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
         """A scale for each block."""
@@ -183,12 +183,8 @@ class NvFp4:
         self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], index: int
     ) -> dict[str, torch.Tensor]:
         """The section's rows, and its slot."""
-        rows = row_range(sections, index)
-        return {
-            "weight": stored["weight"][rows],
-            "weight_scale": stored["weight_scale"][rows],
-            "weight_global_scale": stored["weight_global_scale"][index : index + 1],
-        }
+        whole = stored["weight_global_scale"][index : index + 1]
+        return section_rows(stored, sections, index) | {"weight_global_scale": whole}
 
     def quantize_into(self, weight: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
         """A scale for each block, and one for all of `weight`."""
@@ -209,7 +205,7 @@ class NvFp4:
 
         columns = 2 * stored["weight"].shape[1] if in_features is None else in_features
         wide = decode(stored["weight"], stored["weight_scale"], block=NV_BLOCK, in_features=columns)
-        return wide.mul_(_rows(stored, sections).unsqueeze(1)).to(dtype)
+        return wide.mul_(for_each_row(stored["weight_global_scale"], sections).unsqueeze(1)).to(dtype)
 
     def linear(
         self,
@@ -223,15 +219,5 @@ class NvFp4:
         """x [..., I] -> [..., O]."""
         from quant.mx_strips import ScaledBlocks
 
-        rows = _rows(stored, sections)
+        rows = for_each_row(stored["weight_global_scale"], sections)
         return kernels.microscaled(x, ScaledBlocks(stored["weight"], stored["weight_scale"], NV_BLOCK, rows), bias)
-
-
-def _rows(stored: Mapping[str, torch.Tensor], sections: tuple[int, ...]) -> torch.Tensor:
-    """The global scale of every row, float32 [O]."""
-    import torch
-
-    scale = stored["weight_global_scale"]
-    if len(sections) == 1:
-        return scale.expand(sections[0])
-    return torch.cat([scale[index : index + 1].expand(rows) for index, rows in enumerate(sections)])

@@ -15,10 +15,9 @@ import torch
 
 from quant import e2m1, e8m0, float8_codec
 from quant.magnitudes import tensor_magnitude
+from quant.microscaling import MX_BLOCK, NV_BLOCK
 from quant.panels import Workspace
 
-MX_BLOCK = 32
-NV_BLOCK = 16
 E4M3_LARGEST_EXPONENT = 8  # of 448
 STRIP_NUMBERS = 1 << 17  # a strip's two float32 forms stay in the second-level cache
 DEVICE_STRIP_NUMBERS = 4 << 20  # launches are few, and little is held beside the result
@@ -135,7 +134,8 @@ def e4m3_numbers(codes: torch.Tensor) -> torch.Tensor:
 
 
 def multiply_blocks(wide: torch.Tensor, scale: torch.Tensor, *, block: int) -> torch.Tensor:
-    """wide [..., W] multiplied in place by scale [..., ceil(W / block)], each for a block of columns."""
+    """wide [..., W] multiplied in place by scale [..., ceil(W / block)], each for a block of columns; leading dims of
+    scale may be 1 for all of wide's."""
     whole = wide.shape[-1] // block
     _blocks(wide[..., : whole * block], block).mul_(scale[..., :whole, None])
     if whole * block < wide.shape[-1]:

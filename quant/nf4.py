@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.scheme import StoredSpec
-from quant.sections import row_range, total_rows
+from quant.sections import linear_by_section, row_range, total_rows
 
 if TYPE_CHECKING:
     import torch
@@ -119,18 +119,14 @@ class Nf4:
         kernels: Kernels,
     ) -> torch.Tensor:
         """x [..., I] -> [..., O]; section by section where blocks reach over rows, since each begins one of its own."""
-        import torch
-
         from quant.nf4_strips import CodedBlocks
 
-        if len(sections) == 1 or self.span == 1:
-            return kernels.coded(x, CodedBlocks(stored["weight"], stored["weight_scale"], self), bias)
-        biases = [None] * len(sections) if bias is None else list(bias.split(list(sections)))
-        outs = []
-        for index, part in enumerate(biases):
-            views = self.section_views(stored, sections, index)
-            outs.append(kernels.coded(x, CodedBlocks(views["weight"], views["weight_scale"], self), part))
-        return torch.cat(outs, dim=-1)
+        def product(views: Mapping[str, torch.Tensor], part: torch.Tensor | None) -> torch.Tensor:
+            return kernels.coded(x, CodedBlocks(views["weight"], views["weight_scale"], self), part)
+
+        if self.span == 1:
+            return product(stored, bias)
+        return linear_by_section(self, stored, sections, bias, product=product)
 
     def _spans(self, sections: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(-(-rows // self.span) for rows in sections)

@@ -99,7 +99,7 @@ def packed_nbytes(scheme: Scheme, sections: tuple[int, ...], in_features: int, *
     rows = total_rows(sections)
     if device != "cpu":
         if isinstance(scheme, IntPerGroup) and tiled_int4_device.is_tileable(scheme, rows, in_features):
-            return tiled_int4_device.tiled_nbytes(scheme, rows, in_features)
+            return tiled_nbytes(scheme, rows, in_features)
         return 0
     if isinstance(scheme, IntPerGroup) and is_tileable(scheme, rows, in_features):
         return tiled_nbytes(scheme, rows, in_features)

@@ -19,7 +19,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from quant.device_features import DeviceFeatures
-from quant.dtypes import DType
+from quant.float8 import FLOAT8_SCHEMES
 from quant.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -34,14 +34,7 @@ class Step(Enum):
 
 def what_to_process(scheme: Scheme, features: DeviceFeatures) -> tuple[Step, ...]:
     """The steps for a weight of this scheme on such a device, in their order; none on a CPU."""
-    return (Step.FNUZ,) if features.fnuz and _is_float8(scheme) else ()
-
-
-def _is_float8(scheme: Scheme) -> bool:
-    """e4m3 under float32 scales: of the tensor, of rows, of blocks."""
-    kept = scheme.storage((1,), 1, wide=DType.BF16)
-    dtypes = {name: spec.dtype for name, spec in kept.items()}
-    return dtypes.get("weight") is DType.F8_E4M3 and dtypes.get("weight_scale") is DType.F32
+    return (Step.FNUZ,) if features.fnuz and isinstance(scheme, FLOAT8_SCHEMES) else ()
 
 
 def process(stored: Mapping[str, torch.Tensor], steps: tuple[Step, ...]) -> dict[str, torch.Tensor]:

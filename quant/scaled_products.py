@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import torch
 
+from quant.row_codec import scale_of
+
 
 def quantize_tokens(
     rows: torch.Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of an 8-bit float `dtype` [T, I] and float32 scales [T, 1]; a token of zeros has scale 1."""
     wide, largest = rows.float(), torch.finfo(dtype).max
-    scale = wide.abs().amax(1, keepdim=True) / largest
-    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    scale = scale_of(wide.abs().amax(1, keepdim=True), largest=largest)
     return (wide / scale).clamp_(-largest, largest).to(dtype), scale
 
 

@@ -11,10 +11,10 @@ O output rows, I input features, G groups.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from quant.dtypes import DType
 from quant.int4 import IntPerGroup
@@ -46,32 +46,52 @@ class Int4Tiled:
         return self.weight.nbytes + self.scales_and_zeros.nbytes
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """x [..., I] -> [..., O], or None where x is not bfloat16 or of more than `most_rows`."""
+        """x [..., I] -> [..., O], or None where x is not bfloat16 or has no rows or more than `most_rows`."""
         import torch
 
-        columns = 2 * self.weight.shape[1]
-        if x.shape[-1] == columns - 1:  # an odd number of inputs: the last high nibble is none
-            x = torch.nn.functional.pad(x, (0, 1))
-        if x.dtype is not torch.bfloat16 or x.numel() > self.most_rows * columns:
-            return None
-        rows = x.reshape(-1, columns).contiguous()
-        out: torch.Tensor = torch._weight_int4pack_mm_for_cpu(rows, self.weight, self.group_size, self.scales_and_zeros)
-        if bias is not None:
-            out = out.float().add_(bias).to(x.dtype)
-        return out.view(*x.shape[:-1], self.weight.shape[0])
+        def product(rows: torch.Tensor) -> torch.Tensor:
+            return torch._weight_int4pack_mm_for_cpu(rows, self.weight, self.group_size, self.scales_and_zeros)
+
+        return tiled_linear(x, bias, columns=2 * self.weight.shape[1], most_rows=self.most_rows, product=product)
 
 
-def is_tileable(scheme: Scheme, rows: int, in_features: int) -> bool:
-    """Whether `tile` takes such a weight. An odd number of inputs is taken for the next even one: see `linear`."""
+def tiled_linear(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    columns: int,
+    most_rows: int,
+    product: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor | None:
+    """x [..., I] through a `product` of bfloat16 rows [T, columns] -> [..., O], bias added in float32; None where x is
+    not bfloat16 or has no rows or more than `most_rows`."""
+    import torch
+
+    if x.shape[-1] == columns - 1:  # an odd number of inputs: the last high nibble is none
+        x = torch.nn.functional.pad(x, (0, 1))
+    if x.dtype is not torch.bfloat16 or not 0 < x.numel() <= most_rows * columns:
+        return None
+    out = product(x.reshape(-1, columns).contiguous())
+    if bias is not None:
+        out = out.float().add_(bias).to(x.dtype)
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def has_tiled_form(scheme: Scheme) -> TypeGuard[IntPerGroup]:
+    """Whether the operators, on a CPU and on a GPU, read codes, groups and scales such as the scheme's."""
     return (
         isinstance(scheme, IntPerGroup)
         and scheme.bits == 4
         and scheme.group_size in GROUPS
         and scheme.scale_dtype is DType.BF16
         and not scheme.ordered
-        and rows % ROW_MULTIPLE == 0
-        and even(in_features) % scheme.group_size == 0
     )
+
+
+def is_tileable(scheme: Scheme, rows: int, in_features: int) -> bool:
+    """Whether `tile` takes such a weight. An odd number of inputs is taken for the next even one (`tiled_linear`)."""
+    fits = has_tiled_form(scheme) and even(in_features) % scheme.group_size == 0
+    return fits and rows % ROW_MULTIPLE == 0
 
 
 def most_rows() -> int:
@@ -82,7 +102,7 @@ def most_rows() -> int:
 
 
 def tiled_nbytes(scheme: IntPerGroup, rows: int, in_features: int) -> int:
-    """Bytes that the tiled copy takes."""
+    """Bytes that the tiled copy takes, in either order of tiles."""
     return rows * even(in_features) // 2 + 4 * rows * (even(in_features) // scheme.group_size)
 
 

@@ -17,10 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quant.dtypes import DType
-from quant.int4 import IntPerGroup
 from quant.scheme import Scheme
-from quant.tiled_int4 import GROUPS, even, scales_and_zeros
+from quant.tiled_int4 import even, has_tiled_form, scales_and_zeros, tiled_linear
 
 if TYPE_CHECKING:
     import torch
@@ -49,16 +47,11 @@ class Int4TiledOnDevice:
         """x [..., I] -> [..., O], or None where x is not bfloat16 or has no rows or more than MOST_ROWS."""
         import torch
 
+        def product(rows: torch.Tensor) -> torch.Tensor:
+            return torch._weight_int4pack_mm(rows, self.weight, self.group_size, self.scales_and_zeros)
+
         columns = self.weight.shape[1] * COLUMN_MULTIPLE
-        if x.shape[-1] == columns - 1:  # an odd number of inputs: the last high nibble is none
-            x = torch.nn.functional.pad(x, (0, 1))
-        if x.dtype is not torch.bfloat16 or not 0 < x.numel() <= MOST_ROWS * columns:
-            return None
-        rows = x.reshape(-1, columns).contiguous()
-        out: torch.Tensor = torch._weight_int4pack_mm(rows, self.weight, self.group_size, self.scales_and_zeros)
-        if bias is not None:
-            out = out.float().add_(bias).to(x.dtype)
-        return out.view(*x.shape[:-1], ROW_MULTIPLE * self.weight.shape[0])
+        return tiled_linear(x, bias, columns=columns, most_rows=MOST_ROWS, product=product)
 
 
 def has_tiled_product(features: DeviceFeatures) -> bool:
@@ -68,23 +61,9 @@ def has_tiled_product(features: DeviceFeatures) -> bool:
 
 def is_tileable(scheme: Scheme, rows: int, in_features: int) -> bool:
     """Whether `tile` takes such a weight. An odd number of inputs is taken for the next even one."""
-    return (
-        isinstance(scheme, IntPerGroup)
-        and scheme.bits == 4
-        and scheme.group_size in GROUPS
-        and scheme.scale_dtype is DType.BF16
-        and not scheme.ordered
-        and rows > 0
-        and rows % ROW_MULTIPLE == 0
-        and in_features > 0
-        and even(in_features) % COLUMN_MULTIPLE == 0
-        and even(in_features) % scheme.group_size == 0
-    )
-
-
-def tiled_nbytes(scheme: IntPerGroup, rows: int, in_features: int) -> int:
-    """Bytes that the tiled copy takes."""
-    return rows * even(in_features) // 2 + 4 * rows * (even(in_features) // scheme.group_size)
+    columns = even(in_features)
+    fits = has_tiled_form(scheme) and columns % COLUMN_MULTIPLE == 0 and columns % scheme.group_size == 0
+    return fits and rows % ROW_MULTIPLE == 0 and rows > 0 and columns > 0
 
 
 def tile(stored: Mapping[str, torch.Tensor], *, group_size: int) -> Int4TiledOnDevice:

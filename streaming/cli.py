@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from layers.errors import LogitsError, ModelConfigError, WeightError
 from layers.kv_forms import CACHE_DTYPES
 from quant.errors import QuantError
+from quant.registry import scheme_names
 from streaming.errors import OptionError, StreamingError
 from streaming.options import ACTIVATION_DTYPES, DTYPES, KERNELS, READERS, LoadOptions
 from streaming.read_strategy import STRATEGIES
@@ -44,6 +45,20 @@ _UNPRINTABLE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u20
 
 class _Parser(argparse.ArgumentParser):
     """One line for a mistake, in place of the usage text and the line."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """What is not known is the mistake of the command that it stands behind, not of the whole program."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}{self._meant(rest)}")
+        return found, rest
+
+    def _meant(self, words: Sequence[str]) -> str:
+        from difflib import get_close_matches  # for mistakes alone
+
+        option = next((word.partition("=")[0] for word in words if word.startswith("--")), "")
+        near = get_close_matches(option, self._option_string_actions, n=1, cutoff=0.8)
+        return f"; is {near[0]} meant?" if near else ""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -207,7 +222,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument_group("loading").add_argument
     add("--quantization", default="none", metavar="SCHEME",
-        help="quantize while loading, e.g. fp8_per_channel, or int4_per_group[:32|64|128][:asym]")  # fmt: skip
+        help=f"quantize while loading: {', '.join(scheme_names())}; int4_per_group[:32|64|128][:asym]")  # fmt: skip
     add("--quantize-head", action="store_true", help="the output projection too")
     add("--quantization-config", metavar="JSON", help="a scheme per pattern of module names: JSON, or a file of it")
     add("--scale-percentile", type=float, metavar="P", help="scales from this percentile of magnitudes, e.g. 99.9")
@@ -222,7 +237,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(ACTIVATION_DTYPES)} (a scale a token)")  # fmt: skip
     add("--threads", type=int, metavar="N", help="compute threads once loaded (default: all cores)")
     add("--load-format", default="auto", metavar="FORMAT", help="auto, hf, safetensors, pt, npcache, gguf, mistral, "
-        "sharded_state, dummy, remote, tensorizer, runai_streamer or fastsafetensors")  # fmt: skip
+        "sharded_state, dummy, remote, tensorizer, runai_streamer, fastsafetensors or instanttensor")  # fmt: skip
     add("--safetensors-load-strategy", metavar="NAME", help=f"how files are read: {', '.join(STRATEGIES)}")
     add("--safetensors-prefetch-num-threads", type=int, metavar="N", help="of prefetch (8)")
     add("--safetensors-prefetch-block-size", metavar="SIZE", help="of prefetch (16MiB)")

@@ -29,6 +29,7 @@ _CODES = {
     "weight_packed": ("weight_scale",),
 }
 _QUANTIZED = (ParamKind.LINEAR, ParamKind.HEAD, ParamKind.ABSORBED)
+_SHOWN = 8  # shapes that a message lists
 Group = tuple[str, Mapping[str, TensorInfo]]  # a module's name in the checkpoint, and its tensors there by leaf
 
 
@@ -207,12 +208,17 @@ def coded_problem(info: TensorInfo, wanted: DiskTensor, form: DiskForm) -> str |
     """What is wrong with one tensor of a form, from its header; None where nothing is. `wanted`: what it is to be."""
     where = f"{info.name} in {info.file.name}"
     if info.shape not in wanted.shapes:
-        shapes = " or ".join(str(list(one)) for one in wanted.shapes)
-        return f"{where}: shape {list(info.shape)}, but {form.name} makes it {shapes}"
+        return f"{where}: shape {list(info.shape)}, but {form.name} makes it {_either(wanted.shapes)}"
     if info.dtype not in wanted.dtypes:
         dtypes = " or ".join(dtype.value for dtype in wanted.dtypes)
         return f"{where}: dtype {info.dtype.value}, but {form.name} makes it {dtypes}"
     return None
+
+
+def _either(shapes: Sequence[tuple[int, ...]]) -> str:
+    """All of them; of a text, whose length is open, the shortest and the longest."""
+    shown = [str(list(shape)) for shape in shapes]
+    return " or ".join(shown) if len(shown) <= _SHOWN else f"one of {shown[0]} to {shown[-1]}"
 
 
 def missing_leaves(form: DiskForm, there: Iterable[str], shape: tuple[int, int]) -> list[str]:

@@ -50,6 +50,18 @@ class Prepared:
     post_process: bool = True  # False: weights stay in the form that files hold (see streaming.post_processing)
 
     @property
+    def quantization_words(self) -> str:
+        """How the weights are kept, for people: what was asked for, and what is kept as it is on disk."""
+        params = [param for spec in self.specs for param in spec.params]
+        if self.checkpoint.saved is not None:  # nothing was asked for: shards are kept as they were saved
+            return ", ".join(sorted({param.scheme.name for param in params} - {"none"})) or "none"
+        found = [param for param in params if param.kept_as_stored]
+        if not found:
+            return self.options.quantization_words
+        asked = "" if self.options.quantization_words == "none" else f"{self.options.quantization_words}; "
+        return f"{asked}on disk {', '.join(sorted({param.scheme.name for param in found}))}"
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """What the user should know before the load."""
         return (*self.checkpoint.notes, *self.plan.warnings)

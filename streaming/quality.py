@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack, cast
 
 from streaming.errors import OptionError
+from streaming.interrupts import interrupt_kept
 from streaming.llm import LoadKeywords
 from streaming.options import LoadOptions
 from streaming.prepare import DEFAULT_CACHE_TOKENS, Prepared, prepare
@@ -61,7 +62,8 @@ def measure_quality(
     names = dict.fromkeys(quantizations)
     schemes = {name: _planned(str(model), name, _scheme_options(options, name)) for name in names}
     runs, found, left_out = _runs(wide, PASSAGE if text is None else text, max_tokens)
-    import_torch(whole=True)
+    with interrupt_kept():
+        import_torch(whole=True)
     from streaming.quality_walk import measure_schemes
 
     sums = measure_schemes(wide, list(schemes.values()), runs, progress=progress)
@@ -89,6 +91,10 @@ def _check_options(quantizations: Sequence[str], max_tokens: int, options: LoadK
         raise OptionError("quantization: measure_quality takes a list of schemes, as its second argument")
     if options.get("memory") is not None:
         raise OptionError(f"--memory {options['memory']}: quality holds one layer at a time, whatever the model's size")
+    if options.get("quantization_config") is not None:
+        raise OptionError(
+            "--quantization-config: quality compares schemes that a whole model is in: --quantization A,B"
+        )
     if options.get("quantize_head") and set(quantizations) == {"none"}:
         raise OptionError("--quantize-head needs a --quantization other than none")
     if type(max_tokens) is not int or max_tokens < 1:

@@ -30,6 +30,8 @@ def read_quantization_config(given: Mapping[str, object] | str) -> QuantizationC
     raw: object = given
     if isinstance(given, str):
         text = given
+        if not given.strip():
+            raise OptionError(f"{OPTION} is empty; a JSON object or its file is needed, such as {_EXAMPLE}")
         if not given.lstrip().startswith(("{", "[")):
             where, text = f"{OPTION} {given}", _text_of(given)
         try:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from layers.models import FAMILIES
+from quant.disk_forms.methods import method_names
 from quant.registry import scheme_names
 from streaming.checkpoint.encodings import READABLE
 from streaming.checkpoint.formats import LOAD_FORMATS
@@ -98,6 +99,14 @@ def test_every_format_and_strategy_has_its_line() -> None:
     named = set(re.findall(r"[a-z_]+", found[1]))
     assert set(LOAD_FORMATS) - {"hf", "instanttensor"} <= named
     assert set(STRATEGIES) - {"torchao"} <= named
+
+
+def test_every_method_and_scheme_has_its_row() -> None:
+    found = re.search(r"^## Quantization$(.*?)^## ", README, re.MULTILINE | re.DOTALL)
+    assert found
+    rows = " ".join(line.split(" | ")[0] for line in found[1].splitlines() if line.startswith("| `"))
+    named = set(re.findall(r"`([\w-]+)", rows))
+    assert named >= {*method_names(), *scheme_names()} - {"none"}
 
 
 def row(name: str) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from quant.disk_forms.form import DiskForm, DiskTensor, FoundTensor
 from quant.disk_forms.gptq import SCALE_DTYPES, scale_dtype_of
-from quant.disk_forms.settings import module_names, whole_number, word
+from quant.disk_forms.settings import LARGEST, module_names, whole_number, word
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.int4 import IntPerGroup
@@ -141,8 +141,8 @@ def awq_method(config: Mapping[str, Any]) -> AwqMethod:
     if bits != _BITS:
         raise QuantError(f"bits {bits}: AWQ weights of {_BITS} bits can be read")
     size = whole_number(config, "group_size", "q_group_size")
-    if size < -1 or size == 0:
-        raise QuantError(f"group_size {size}: a positive number, or -1 for one group, is needed")
+    if not -1 <= size <= LARGEST or size == 0:
+        raise QuantError(f"group_size {str(size)[:20]}: a positive number to {LARGEST}, or -1 for one group, is needed")
     if layout == "gemv" and 0 < size < 128 and size not in _ZERO_WORDS:
         raise QuantError(f"group_size {size}: groups of 32, 64 and 128 or more are stored by version 'gemv'")
     ignore = check_patterns(module_names(config, "modules_to_not_convert"))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quant.disk_forms.settings import LARGEST
 from quant.errors import QuantError
 from quant.module_patterns import check_patterns
 
@@ -101,8 +102,8 @@ def _weight_args(where: str, weights: Mapping[str, Any]) -> WeightArgs:
             f"{where}: {kind[:20]} of {str(bits)[:20]} bits: int of 2 to 8 and float of 4 and 8 can be read"
         )
     size = weights.get("group_size")
-    if size is not None and (type(size) is not int or size < -1 or size == 0):
-        raise QuantError(f"{where}: group_size {str(size)[:20]!r}: a number above 0 is needed, or -1")
+    if size is not None and (type(size) is not int or not -1 <= size <= LARGEST or size == 0):
+        raise QuantError(f"{where}: group_size {str(size)[:20]!r}: a number from 1 to {LARGEST} is needed, or -1")
     strategy = str(weights.get("strategy") or _usual_strategy(size)).lower()
     if strategy not in STRATEGIES or (kind == "int" and strategy in ("block", "tensor_group")):
         raise QuantError(f"{where}: strategy {strategy[:40]!r} of {kind} weights cannot be read")
@@ -133,6 +134,6 @@ def _usual_strategy(size: int | None) -> str:
 def _block(where: str, found: object) -> tuple[int, int]:
     """[rows, columns], or "rowsxcolumns" as older writers have it."""
     sizes = [int(size) for size in found.split("x") if size.isdecimal()] if isinstance(found, str) else found
-    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(n) is int and 0 < n <= LARGEST for n in sizes):
         raise QuantError(f"{where}: block_structure {str(found)[:40]!r}: [rows, columns] are needed")
     return sizes[0], sizes[1]

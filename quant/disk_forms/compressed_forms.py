@@ -210,6 +210,8 @@ def unpack(words: torch.Tensor, *, bits: int, count: int) -> torch.Tensor:
     import torch.nn.functional as F
 
     rows, eights = words.shape[0], -(-count // 8)
+    if words.stride(-1) != 1:  # which a single word a row may have, contiguous as it is
+        words = words.clone(memory_format=torch.contiguous_format)
     data = words.contiguous().view(torch.uint8)
     parts = F.pad(data, (0, eights * bits - data.shape[1])).view(rows, eights, bits)
     codes = torch.empty(rows, eights, 8, dtype=torch.uint8, device=words.device)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quant.disk_forms.form import DiskForm, DiskTensor, FoundTensor
+from quant.disk_forms.settings import LARGEST
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.float8 import Fp8PerBlock, Fp8PerChannel, Fp8PerTensor
@@ -148,7 +149,7 @@ def _block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
     block = config.get("weight_block_size")
     if block is None:
         return None
-    if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and 0 < n <= LARGEST for n in block):
         raise QuantError(f"weight_block_size {str(block)[:60]!r}: [rows, columns] are needed, such as [128, 128]")
     return block[0], block[1]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quant.disk_forms.form import DiskForm, DiskTensor, FoundTensor
-from quant.disk_forms.settings import is_set, stated, whole_number, word
+from quant.disk_forms.settings import LARGEST, is_set, stated, whole_number, word
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.int4 import IntPerGroup
@@ -172,8 +172,8 @@ def _bits(bits: int) -> int:
 
 def _group_size(size: int) -> int:
     """0 for one group; -1 on disk."""
-    if size < -1 or size == 0:
-        raise QuantError(f"group_size {size}: a positive number, or -1 for one group, is needed")
+    if not -1 <= size <= LARGEST or size == 0:
+        raise QuantError(f"group_size {str(size)[:20]}: a positive number to {LARGEST}, or -1 for one group, is needed")
     return max(0, size)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from quant.errors import QuantError
 
+LARGEST = 1 << 30  # of any size of a group or block: far beyond every real one, and products of two are counted still
 _SHOWN = 80  # characters of a setting that a message repeats
 
 

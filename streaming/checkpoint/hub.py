@@ -21,7 +21,7 @@ from streaming.checkpoint.wanted_files import index_name, parts_missing, quantiz
 from streaming.errors import CheckpointError, OptionError
 
 _HUB_ID = re.compile(
-    r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+\.gguf)|:(?P<quantization>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?",
+    r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:/(?P<file>[\w./-]+\.gguf)|:(?P<quantization>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?",
     re.ASCII,
 )
 _TRUE = ("1", "ON", "YES", "TRUE")

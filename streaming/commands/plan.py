@@ -38,7 +38,7 @@ def plan_dict(prepared: Prepared, rates: list[int]) -> dict[str, object]:
         "format": prepared.checkpoint.format,
         "model_type": prepared.config.model_type,
         "dtype": prepared.dtype.torch_name,
-        "quantization": prepared.options.quantization_words,
+        "quantization": prepared.quantization_words,
         "kv_cache_dtype": prepared.options.kv_cache_dtype,
         "layers": [_layer_dict(layer) for layer in plan.layers],
         "bytes_read": plan.read_nbytes,
@@ -92,7 +92,7 @@ def plan_lines(prepared: Prepared, rates: list[int]) -> list[str]:
     config = prepared.config
     title = (
         f"{prepared.checkpoint.name}: {config.model_type}, {config.num_layers} layers, {prepared.dtype.torch_name}, "
-        f"quantization {prepared.options.quantization_words}, {len(plan.dropped)} tensors not used"
+        f"quantization {prepared.quantization_words}, {len(plan.dropped)} tensors not used"
     )
     reading = f"read with {prepared.reading.strategy}: {prepared.reading.reason}"
     unused = (f"not used, {format_size(nbytes)}: {reason}" for reason, nbytes in plan.unused.items())

@@ -30,6 +30,8 @@ _LONGEST_TEXT = 16 << 20  # bytes
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `quality` takes."""
     parser.set_defaults(quantization=ALL)
+    several = parser._option_string_actions["--quantization"]
+    several.metavar, several.help = "A,B,...", f"the schemes (default: all of them): {', '.join(scheme_names())}"
     add = parser.add_argument_group("measurement").add_argument
     add("--text", type=Path, metavar="FILE", help="UTF-8 text to measure on (default: a passage of about 600 tokens)")
     add("--ids", metavar="1,2,3", help="token ids in place of a text")

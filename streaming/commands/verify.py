@@ -49,15 +49,16 @@ def run(options: argparse.Namespace) -> int:
     report = compare(prepared, ids, options)
     _check_sums(report, prepared)
     found = {
-        "equal": not report.differences, "quantization": prepared.options.quantization_words, "stored_tensors": report.stored,
-        "layer_outputs": report.outputs, "logits": report.logits, "differences": report.differences,
+        "equal": not report.differences, "quantization": prepared.quantization_words,
+        "stored_tensors": report.stored, "layer_outputs": report.outputs, "logits": report.logits,
+        "differences": report.differences,
     }  # fmt: skip
     if options.json:
         sys.stdout.write(json.dumps(found) + "\n")
     else:
         compared = f"{report.stored} stored tensors, {report.outputs} layer outputs, {report.logits} logits"
         verdict = "equal to the bit" if not report.differences else f"{len(report.differences)} differences"
-        lines = [f"{prepared.options.quantization_words}: {compared}: {verdict}", *report.differences[:20]]
+        lines = [f"{prepared.quantization_words}: {compared}: {verdict}", *report.differences[:20]]
         sys.stdout.write("\n".join(lines) + "\n")
     return 1 if report.differences else 0
 

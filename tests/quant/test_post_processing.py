@@ -12,7 +12,9 @@ from quant.device_features import DeviceFeatures, needs_fnuz
 from quant.device_products import OnDevice
 from quant.dtypes import DType, to_torch
 from quant.errors import QuantError
+from quant.float8 import Fp8PerBlock
 from quant.kernels import KernelMode, Kernels
+from quant.nf4 import Nf4
 from quant.post_processing import Step, process, seen_processed, what_to_process
 from quant.processed_scheme import Processed
 from quant.registry import scheme_by_name, scheme_names
@@ -40,6 +42,11 @@ def test_only_e4m3_under_float32_scales_is_processed_and_only_on_devices_of_e4m3
     assert what_to_process(scheme, FNUZ) == ((Step.FNUZ,) if name in FLOAT8 else ())
     for features in (DeviceFeatures(), DeviceFeatures((8, 0), True), DeviceFeatures((9, 0), True)):
         assert what_to_process(scheme, features) == ()
+
+
+@pytest.mark.parametrize("scheme", [Nf4.of("nf4", block=64, in_features=96), Fp8PerBlock(block=(64, 32))])
+def test_schemes_that_only_checkpoints_have_are_told_apart_whatever_sizes_they_take(scheme: Scheme) -> None:
+    assert what_to_process(scheme, FNUZ) == ((Step.FNUZ,) if isinstance(scheme, Fp8PerBlock) else ())
 
 
 @pytest.mark.parametrize("name", FLOAT8)

@@ -16,6 +16,7 @@ from quant.int8 import Int8PerChannel
 from quant.kernels import Kernels
 from quant.packed import pack, packed_nbytes
 from quant.scheme import Scheme
+from quant.tiled_int4 import tiled_nbytes
 from quant.tiled_int4_device import (
     INNER_TILES,
     MOST_ROWS,
@@ -24,7 +25,6 @@ from quant.tiled_int4_device import (
     has_tiled_product,
     is_tileable,
     tile,
-    tiled_nbytes,
 )
 
 TILED = [IntPerGroup(group_size=size, symmetric=even) for size in (32, 64, 128, 256) for even in (True, False)]

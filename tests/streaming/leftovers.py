@@ -15,10 +15,13 @@ JOIN_S = 20  # a worker that has been told to end is given so long
 @contextmanager
 def nothing_left() -> Iterator[None]:
     """Whatever the block starts must have ended with it. Memory goes with its last user: hold no model in the block."""
-    gc.collect()
     threads, children, descriptors = set(threading.enumerate()), child_processes(), open_descriptors()
-    yield
-    gc.collect()
+    gc.freeze()  # what was there before needs no looking through: in a long run that takes longer than most tests
+    try:
+        yield
+        gc.collect()
+    finally:
+        gc.unfreeze()
     left = set(threading.enumerate()) - threads
     for thread in left:  # told to end, but perhaps not gone yet
         thread.join(JOIN_S)

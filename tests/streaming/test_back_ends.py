@@ -118,8 +118,14 @@ def safe_open(filename, framework, device, process_group=None, *, tensor_filter=
 '''
 
 
-@pytest.mark.parametrize("batch_nbytes", [BATCH_NBYTES, 20_000])
-@pytest.mark.parametrize("quantization", ["none", "int8_per_channel"])
+@pytest.mark.parametrize(
+    ("quantization", "batch_nbytes"),
+    [
+        ("none", BATCH_NBYTES), ("int8_per_channel", 20_000),
+        pytest.param("none", 20_000, marks=pytest.mark.slow),
+        pytest.param("int8_per_channel", BATCH_NBYTES, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_what_instanttensor_would_give_becomes_the_resident_models_logits(
     four_layers: Path, tmp_path: Path, quantization: str, batch_nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,9 +9,19 @@ import pytest
 
 from examples.write_tiny_model import TinyModel
 from quant.dtypes import DType
+from quant.int4 import IntPerGroup
+from quant.int8 import Int8PerChannel
 from quant.scheme import Scheme
 from quant.wide import Wide
-from streaming.budget import DEFAULT_WINDOW_NBYTES, Budget, choose_window, convert_nbytes, make_budget
+from streaming.budget import (
+    DEFAULT_WINDOW_NBYTES,
+    Budget,
+    choose_window,
+    convert_nbytes,
+    copies_nbytes,
+    make_budget,
+    passing_nbytes,
+)
 from streaming.checkpoint.tensors import Encoding
 from streaming.errors import BudgetError
 from streaming.plan import LoadPlan
@@ -89,3 +99,22 @@ def test_a_limit_that_is_just_enough_is_kept() -> None:
     assert make_budget(plan, window_nbytes=None, cache_nbytes=5, limit_nbytes=KEPT + 5).limit_nbytes == KEPT + 5
     with pytest.raises(BudgetError, match="too small"):
         make_budget(plan, window_nbytes=None, cache_nbytes=5, limit_nbytes=KEPT + 4)
+
+
+def test_a_layer_passes_a_device_as_two_items_each_as_it_was_read_and_wide() -> None:
+    layer, head, table = plan_of(MODEL, direct=False).layers
+    assert passing_nbytes(layer) == 2 * (96 * 64 * 2 + 96 * 64 * 4)  # gate, up or down
+    assert passing_nbytes(table) == passing_nbytes(head) == 2 * (160 * 64 * 2 + 160 * 64 * 4)
+
+
+def test_packed_copies_are_those_that_the_device_has() -> None:
+    """On a GPU int4 alone, in eights of rows and in runs of 128 inputs: of these all projections but o and down."""
+    model = TinyModel(layers=2, hidden_size=128, heads=4, head_dim=24, intermediate_size=88)
+    rows = (4 + 2 + 2) * 24 + 2 * 88
+    layer = rows * 128 // 2 + rows * (128 // 32) * 4
+    assert copies_nbytes(plan_of(model, scheme=IntPerGroup()), device="cuda") == 2 * layer + 2 * layer
+    assert copies_nbytes(plan_of(model, scheme=Int8PerChannel()), device="cuda") == 0
+    fast = make_budget(
+        plan_of(model, scheme=IntPerGroup()), window_nbytes=None, cache_nbytes=0, packs=True, device="cuda:1"
+    )
+    assert fast.packed_nbytes == 4 * layer

@@ -95,6 +95,9 @@ MISTAKES = {
     "a trace that is a folder": (("generate", "{model}", "--ids", IDS, "--trace", "{empty}"), 2, "is a folder"),
     "a timeline that is a folder": (("generate", "{model}", "--ids", IDS, "--timeline", "."), 2, "is a folder"),
     "logits into a folder": (("logits", "{model}", "--ids", IDS, "--out", "{empty}"), 2, "is a folder"),
+    "an option misspelled": (("plan", "{model}", "--quantisation", "none"), 2,
+                             "plan: error: unrecognized arguments: --quantisation none; is --quantization meant?"),
+    "an empty configuration": (("plan", "{model}", "--quantization-config", ""), 2, "--quantization-config is empty"),
     "an option cut short": (("plan", "{model}", "--quantiz", "none"), 2, "--quantiz"),
     "a source without a path": (("plan", "{model}", "--source", "=x."), 2, "--source: a path or a hub id is needed"),
     "a source's empty pattern": (("plan", "{model}", "--source", "b=x.,"), 2, "patterns are names of files"),
@@ -524,6 +527,21 @@ def test_ctrl_c_at_an_unkind_moment_ends_the_run_all_the_same(moment: str, four_
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines()[-1] == "firstlayer generate: error: interrupted"
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["quantize", "quality"])
+def test_ctrl_c_while_torch_is_imported_for_a_walk_over_the_layers_ends_it(
+    command: str, four_layers: Path, tmp_path: Path
+) -> None:
+    moment = UNKIND_MOMENTS["in code that catches everything while torch is imported"]
+    home = {"quantize": "streaming.commands.quantize", "quality": "streaming.quality"}[command]
+    rest = {"quantize": (tmp_path / "out", "--quantization", "mxfp8"), "quality": ("--ids", IDS)}[command]
+    program = INTERRUPTED % f"import {home}\n{moment.replace('streaming.llm', home)}"
+    arguments = (sys.executable, "-c", program, command, four_layers, *rest)
+    done = subprocess.run([*map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines() == [f"firstlayer {command}: error: interrupted"]
+    assert not (tmp_path / "out").exists()
 
 
 def test_ctrl_c_before_the_command_is_known_is_one_line(

@@ -107,6 +107,16 @@ def test_logits_are_those_of_the_numbers_that_the_codes_stand_for(tmp_path: Path
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("head_dim", [2, 8])
+def test_weights_of_a_few_rows_are_read_like_others(tmp_path: Path, form: str, head_dim: int) -> None:
+    encode, weights = FORMS[form]
+    torch.manual_seed(0)
+    small = TinyModel(layers=1, heads=32 // head_dim, kv_heads=1, head_dim=head_dim)  # k and v: a word of rows, or less
+    coded, twin = write_coded(tmp_path, encode, config=config(weights), model=small)
+    torch.testing.assert_close(logits_of(coded, IDS), logits_of(twin, IDS), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_verify_finds_the_streamed_model_equal_to_the_resident_one(
     tmp_path: Path, form: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -203,7 +203,6 @@ def test_memory_goes_back_when_the_next_layer_would_not_find_it(
         (1 << 40, 5, False, 0),
         (3 << 20, 5, False, 0),  # the tiny layers pass in less
         (5000, 1 << 40, False, 5),  # before each of: table, three layers, head
-        (5000, 0, False, 0),
         (1 << 40, 5, True, 6),  # and behind the last one
     ],
 )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ from quant.float8 import Fp8PerBlock
 from quant.kernels import Kernels
 from quant.nf4 import Nf4
 from quant.scheme import Scheme
-from streaming import LLM, LoadOptions
+from streaming import LLM, LoadOptions, cli
 from streaming.errors import CheckpointError
 from streaming.prepare import prepare
 from tests.streaming.coded import Encode, Tensors, logits_of, write_coded
@@ -168,14 +166,11 @@ def test_mxfp8_is_kept_as_it_is(tmp_path: Path, config: dict[str, object], dtype
     ],
 )
 def test_verify_finds_the_streamed_model_equal_to_the_resident_one(
-    tmp_path: Path, encode: Encode, config: dict[str, object], scheme: str
+    tmp_path: Path, encode: Encode, config: dict[str, object], scheme: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     coded, _ = write_coded(tmp_path, encode, config=config, model=TinyModel(layers=1, family="phi3"))
-    done = subprocess.run(
-        [sys.executable, "-m", "streaming", "verify", str(coded), "--quantization", scheme],
-        capture_output=True, text=True, check=False, timeout=50,
-    )  # fmt: skip
-    assert "equal to the bit" in done.stdout, done.stderr
+    assert cli.run(["verify", str(coded), "--quantization", scheme]) == 0, capfd.readouterr().err
+    assert "equal to the bit" in capfd.readouterr().out
 
 
 def test_mxfp8_is_quantized_anew_by_way_of_wide_numbers(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from examples.write_tiny_model import TinyModel
 from layers.config import parse_config
 from layers.model_config import ModelConfig
-from streaming import LLM, LoadOptions
+from streaming import LLM, LoadOptions, cli
 from streaming.errors import CheckpointError, LayerLoadError
 from streaming.prepare import prepare
 from tests.layers.tiny import random_weights, raw_config
@@ -139,13 +137,12 @@ def test_codes_of_fused_parts_are_kept_to_the_bit(tmp_path: Path, strategy: str)
 
 
 @pytest.mark.parametrize(("form", "family"), [("gptq_ordered", "qwen2"), ("awq", "phi3")])
-def test_verify_finds_the_streamed_model_equal_to_the_resident_one(tmp_path: Path, form: str, family: str) -> None:
+def test_verify_finds_the_streamed_model_equal_to_the_resident_one(
+    tmp_path: Path, form: str, family: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     coded, _ = written(tmp_path, form, family=family)
-    done = subprocess.run(
-        [sys.executable, "-m", "streaming", "verify", str(coded)],
-        capture_output=True, text=True, check=False, timeout=50,
-    )  # fmt: skip
-    assert "equal to the bit" in done.stdout, done.stderr
+    assert cli.run(["verify", str(coded)]) == 0, capfd.readouterr().err
+    assert "equal to the bit" in capfd.readouterr().out
 
 
 def test_a_head_may_be_quantized_too(tmp_path: Path) -> None:

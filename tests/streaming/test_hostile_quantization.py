@@ -12,7 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from examples.write_tiny_model import TinyModel
+from quant.disk_forms.bitsandbytes import FourBits
+from quant.dtypes import DType
+from quant.nf4 import Nf4
 from streaming import LLM, LoadOptions
+from streaming.checkpoint.tensors import TensorInfo
+from streaming.disk_matching import coded_problem
 from streaming.errors import CheckpointError, LayerLoadError, MissingTensorError, TensorMismatchError
 from streaming.hooks import Hooks
 from streaming.prepare import prepare
@@ -156,6 +161,17 @@ def test_codes_that_their_bits_cannot_hold_are_refused(tmp_path: Path, leaf: str
         llm.wait_loaded()
 
 
+def test_a_state_that_is_too_long_is_told_in_one_short_line(tmp_path: Path) -> None:
+    """Its text may have any length up to a limit: not all of them are listed."""
+    form = FourBits(Nf4("nf4", 64))
+    wanted = next(one for one in form.tensors(64, 64) if "quant_state" in one.leaf)
+    info = TensorInfo("a.quant_state", (9999,), DType.U8, tmp_path / "model.safetensors", 0, 9999)
+    problem = coded_problem(info, wanted, form)
+    assert problem is not None
+    assert problem.startswith("a.quant_state in model.safetensors: shape [9999], but bitsandbytes nf4")
+    assert problem.endswith("makes it one of [1] to [4095]")
+
+
 @pytest.mark.parametrize(
     "quantization",
     [
@@ -163,6 +179,10 @@ def test_codes_that_their_bits_cannot_hold_are_refused(tmp_path: Path, leaf: str
         {**FP8, "ignored_layers": ["re:("]},
         {**FP8, "ignored_layers": [f"re:a*b*c*d*{number}" for number in range(100)]},
         {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "A" * 100_000},
+        *({"quant_method": method, "bits": 4, "group_size": 1 << 63} for method in ("awq", "gptq")),
+        {**FP8, "weight_block_size": [1 << 63, 1 << 63]},
+        config(args(8, "float", "block", block_structure=[1, 1 << 63])),
+        config(INT4 | {"group_size": 10**30}),
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "pack_dtype": "int32" * 10_000},
         config(INT4, ignore=[f"re:model.{number}" for number in range(5000)]),
         config(INT4) | {"config_groups": {
@@ -171,7 +191,7 @@ def test_codes_that_their_bits_cannot_hold_are_refused(tmp_path: Path, leaf: str
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("scheme", ["none", "fp8_per_channel"])
-def test_a_list_that_cannot_be_used_is_refused_in_one_line_before_any_module_is_looked_for(
+def test_a_setting_that_cannot_be_used_is_refused_in_one_line_before_any_module_is_looked_for(
     tmp_path: Path, quantization: dict[str, Any], scheme: str
 ) -> None:
     folder = reconfigured(written(tmp_path, "fp8"), quantization)

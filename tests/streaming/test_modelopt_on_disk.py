@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from examples.write_tiny_model import TinyModel
-from streaming import LLM, LoadOptions
+from streaming import LLM, LoadOptions, cli
 from streaming.errors import CheckpointError
 from streaming.prepare import prepare
 from tests.streaming.coded import Encode, Tensors, logits_of, write_coded
@@ -142,13 +140,12 @@ def test_modules_of_several_kinds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
-def test_verify_finds_the_streamed_model_equal_to_the_resident_one(tmp_path: Path, algorithm: str) -> None:
+def test_verify_finds_the_streamed_model_equal_to_the_resident_one(
+    tmp_path: Path, algorithm: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     coded, _ = write_modelopt(tmp_path, ALGORITHMS[algorithm][0], {"quant_algo": algorithm})
-    done = subprocess.run(
-        [sys.executable, "-m", "streaming", "verify", str(coded)], capture_output=True, text=True, check=False,
-        timeout=50,
-    )  # fmt: skip
-    assert "equal to the bit" in done.stdout, done.stderr
+    assert cli.run(["verify", str(coded)]) == 0, capfd.readouterr().err
+    assert "equal to the bit" in capfd.readouterr().out
 
 
 def test_nvfp4_is_not_quantized_another_way(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from importlib import import_module
@@ -20,7 +18,7 @@ from quant.disk_forms.mxfp4 import MxFp4OnDisk, mxfp4_method
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.microscaling import MxFp4
-from streaming import LLM, LoadOptions
+from streaming import LLM, LoadOptions, cli
 from streaming.errors import CheckpointError
 from streaming.prepare import prepare
 from tests.streaming.coded import Tensors, logits_of
@@ -128,12 +126,11 @@ def test_experts_are_kept_in_four_bits_and_all_else_is_wide(folders: tuple[Path,
     }  # fmt: skip
 
 
-def test_verify_finds_the_streamed_model_equal_to_the_resident_one(folders: tuple[Path, Path]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "streaming", "verify", str(folders[0])],
-        capture_output=True, text=True, check=False, timeout=50,
-    )  # fmt: skip
-    assert "equal to the bit" in done.stdout, done.stderr
+def test_verify_finds_the_streamed_model_equal_to_the_resident_one(
+    folders: tuple[Path, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["verify", str(folders[0])]) == 0, capfd.readouterr().err
+    assert "equal to the bit" in capfd.readouterr().out
 
 
 def test_another_scheme_for_codes_of_four_bits_is_refused(folders: tuple[Path, Path]) -> None:

@@ -18,11 +18,11 @@ import torch
 from examples.write_tiny_model import TinyModel
 from quant.device_features import DeviceFeatures
 from quant.processed_scheme import Processed
-from streaming import LLM, LayerLoadError, LoadOptions, SamplingParams, cli
+from streaming import LLM, LayerLoadError, LoadOptions, OptionError, SamplingParams, cli, device
 from streaming.kv_scales import scales_on_device
 from streaming.one_layer import load_one_layer
 from streaming.post_processing import PostProcessing, plan_processing
-from streaming.prepare import prepare
+from streaming.prepare import Prepared, prepare
 from tests.streaming.coded import write_coded
 from tests.streaming.test_cuda_device import FakeCuda, cuda
 from tests.streaming.test_fp8_on_disk import FP8, in_blocks
@@ -38,8 +38,13 @@ Folders = Callable[[TinyModel], Path]
 
 @pytest.fixture
 def fnuz(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    """The recorded device, as one of e4m3fnuz."""
-    monkeypatch.setattr(DeviceFeatures, "detect", lambda _device, *, triton: FNUZ)
+    """The recorded device, as one of e4m3fnuz; it is told from the CPU by having a number."""
+
+    def detect(found: torch.device, *, triton: bool) -> DeviceFeatures:
+        return DeviceFeatures() if found.index is None else FNUZ
+
+    monkeypatch.setattr(device, "cuda_device", lambda _name: torch.device("cpu", 0))
+    monkeypatch.setattr(DeviceFeatures, "detect", detect)
     return cuda
 
 
@@ -161,9 +166,9 @@ def test_shards_hold_the_form_before_it_and_are_processed_once(
     tmp_path: Path, tiny_folder: Folders, fnuz: FakeCuda
 ) -> None:
     folder, saved = str(tiny_folder(MODEL)), []
-    for device in ("cpu", "cuda"):
-        out = tmp_path / device
-        options = ["--out", str(out), "--quantization", "fp8_per_channel", "--device", device, "--quiet"]
+    for name in ("cpu", "cuda"):
+        out = tmp_path / name
+        options = ["--out", str(out), "--quantization", "fp8_per_channel", "--device", name, "--quiet"]
         assert cli.run(["save-shards", folder, *options]) == 0
         saved.append((out / "model-rank-00000-part-00000.safetensors").read_bytes())
     assert saved[0] == saved[1]
@@ -180,12 +185,16 @@ def test_one_layer_is_loaded_in_the_form_that_files_hold(tiny_folder: Folders, f
     assert tensors["model.layers.0.mlp.down_proj.weight"].dtype == torch.float8_e4m3fn
 
 
-def test_verify_compares_what_files_hold(
-    tiny_folder: Folders, fnuz: FakeCuda, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--quantization", "fp8_per_channel", "--device", "cuda", "--quiet"]
-    assert cli.run(["verify", str(tiny_folder(MODEL)), *options]) == 0
-    assert "equal to the bit" in capsys.readouterr().out
+def test_verify_compares_what_files_hold(tiny_folder: Folders, fnuz: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Prepared] = []
+
+    def start(prepared: Prepared, **_rest: Any) -> None:
+        started.append(prepared)
+        raise OptionError("that is all")
+
+    monkeypatch.setattr(LLM, "start", start)
+    assert cli.run(["verify", str(tiny_folder(MODEL)), "--device", "cuda", "--quiet"]) == 2
+    assert [prepared.post_process for prepared in started] == [False]
 
 
 def test_an_fp8_cache_is_in_e4m3fnuz_under_doubled_scales(tiny_folder: Folders, fnuz: FakeCuda) -> None:

@@ -289,6 +289,7 @@ def test_what_no_measurement_can_use_is_refused(small: Path) -> None:
         (["none"], {"memory": "1GiB"}, "--memory"),
         (["none"], {"quantization": "none"}, "second argument"),
         (["none"], {"quantize_head": True}, "--quantize-head"),
+        (["none"], {"quantization_config": {"default": "mxfp8"}}, "--quantization-config: quality compares"),
         (["none"], {"max_tokens": True}, "--max-tokens"),
     ):
         with pytest.raises(OptionError, match=words):

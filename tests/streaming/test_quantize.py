@@ -195,6 +195,19 @@ def test_asymmetric_codes_and_zero_points_are_packed_into_words(tiny_folder: Fol
         assert word >> (4 * (row % 8)) & 15 == int(layer[f"{module}.weight_zero_point"][row, group])
 
 
+def test_zero_points_of_one_group_a_row_are_packed_into_words(tiny_folder: Folders, tmp_path: Path) -> None:
+    folder = tiny_folder(TinyModel(layers=1, intermediate_size=64))
+    assert quantize(folder, tmp_path / "out", "int4_per_group:64:asym") == 0
+    found = tensors_of(tmp_path / "out")
+    layer = load_one_layer(prepare(str(folder), LoadOptions(quantization="int4_per_group:64:asym")), 0)
+    module = "model.layers.0.mlp.down_proj"
+    zeros, stored = found[f"{module}.weight_zero_point"], layer[f"{module}.weight_zero_point"]
+    assert (zeros.shape, stored.shape) == ((8, 1), (64, 1))
+    for row in range(64):
+        (word,) = struct.unpack("<I", struct.pack("<i", int(zeros[row // 8, 0])))
+        assert word >> (4 * (row % 8)) & 15 == int(stored[row, 0])
+
+
 def test_config_says_what_is_quantized_and_how(tiny_folder: Folders, tmp_path: Path) -> None:
     folder = tiny_folder(TinyModel())
     assert quantize(folder, tmp_path / "out", "fp8_per_block") == 0
@@ -345,6 +358,9 @@ def test_a_folder_that_holds_anything_is_refused_and_left_alone(
         ),
         (("--quantization", "fp8_per_tensor", "--max-shard-size", "many"), "--max-shard-size 'many': a size such as"),
         (("--quantization", "fp8_per_tensor", "--load-format", "dummy"), "its weights are made up"),
+        (("--quantization", "mxfp4", "--kv-cache-dtype", "int8"), "--kv-cache-dtype int8: quantize writes weights"),
+        (("--quantization", "mxfp4", "--activation-dtype", "int8"), "--activation-dtype int8: quantize writes"),
+        (("--quantization", "mxfp4", "--kernels", "fast"), "--kernels fast: quantize writes weights"),
     ],
 )
 def test_what_cannot_be_written_is_one_line_and_no_folder(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from examples.write_tiny_model import TinyModel
-from streaming import LLM, LoadOptions
+from streaming import LLM, LoadOptions, cli
 from streaming.errors import CheckpointError
 from streaming.prepare import prepare
 from tests.streaming.coded import Tensors, logits_of, write_coded
@@ -71,14 +69,13 @@ def test_codes_on_disk_are_the_codes_that_are_kept(tmp_path: Path, form: str, st
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("scheme", ["none", "int8_per_channel", "fp8_per_tensor", "fp8_per_block"])
-def test_verify_finds_the_streamed_model_equal_to_the_resident_one(tmp_path: Path, form: str, scheme: str) -> None:
+def test_verify_finds_the_streamed_model_equal_to_the_resident_one(
+    tmp_path: Path, form: str, scheme: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     encode, config = FORMS[form]
     coded, _ = write_coded(tmp_path, encode, config=config)
-    done = subprocess.run(
-        [sys.executable, "-m", "streaming", "verify", str(coded), "--quantization", scheme],
-        capture_output=True, text=True, check=False, timeout=50,
-    )  # fmt: skip
-    assert "equal to the bit" in done.stdout, done.stderr
+    assert cli.run(["verify", str(coded), "--quantization", scheme]) == 0, capfd.readouterr().err
+    assert "equal to the bit" in capfd.readouterr().out
 
 
 def test_another_scheme_is_made_from_the_wide_numbers_section_by_section(tmp_path: Path) -> None:

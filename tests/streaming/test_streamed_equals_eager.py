@@ -135,7 +135,7 @@ def test_weights_that_come_in_several_runs_of_rows(
 ) -> None:
     """Real weights are cut into runs of 32 MiB; here into runs of a few rows."""
     monkeypatch.setattr("streaming.prepare.make_plan", partial(make_plan, item_nbytes=3000))
-    model = TinyModel(family=family, layers=2, hidden_size=320, heads=5, kv_heads=1, head_dim=64)
+    model = TinyModel(family=family, layers=1, hidden_size=320, heads=5, kv_heads=1, head_dim=64)
     case = Case(family, quantization, SMALLEST, "threads", "float32")
     folder = tiny_folder(model)
     plan = prepare(str(folder), LoadOptions(quantization=quantization, dtype="float32")).plan

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from examples.write_tiny_model import TinyModel
-from streaming import LLM, LoadOptions
+from streaming import LLM, LoadOptions, cli
 from streaming.errors import CheckpointError, LayerLoadError, OptionError
 from streaming.prepare import prepare
 from tests.streaming.coded import Tensors, logits_of, write_coded
@@ -161,13 +159,12 @@ def test_what_is_kept_stands_for_the_same_numbers_to_the_bit(tmp_path: Path, for
 
 
 @pytest.mark.parametrize("form", ["int4 groups", "nvfp4 without a scale for all"])
-def test_verify_finds_the_streamed_model_equal_to_the_resident_one(tmp_path: Path, form: str) -> None:
+def test_verify_finds_the_streamed_model_equal_to_the_resident_one(
+    tmp_path: Path, form: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     coded, _ = write_torchao(tmp_path, FORMS[form][0])
-    done = subprocess.run(
-        [sys.executable, "-m", "streaming", "verify", str(coded)], capture_output=True, text=True, check=False,
-        timeout=50,
-    )  # fmt: skip
-    assert "equal to the bit" in done.stdout, done.stderr
+    assert cli.run(["verify", str(coded)]) == 0, capfd.readouterr().err
+    assert "equal to the bit" in capfd.readouterr().out
 
 
 def test_another_strategy_may_be_asked_for(tmp_path: Path) -> None:

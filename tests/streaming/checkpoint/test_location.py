@@ -63,6 +63,7 @@ def test_a_path_that_is_not_there_says_where_it_looked(tmp_path: Path, monkeypat
     for missing in (
         "/no/such/folder",
         "./models/x",
+        "./x",
         "a/b/c",
         "model.gguf",
         "with space/x",
@@ -93,6 +94,8 @@ def test_a_revision_belongs_to_hub_ids(tmp_path: Path) -> None:
         ("acme/tiny", "dev", HubId("acme/tiny", "dev")),
         ("acme/tiny@dev", "dev", HubId("acme/tiny", "dev")),
         ("tiny", None, None),
+        ("./tiny", None, None),
+        ("acme/.tiny", None, None),
         ("acme/../tiny", None, None),
         ("acme/tiny@../../x", None, None),
         ("a/b/c", None, None),
