@@ -88,10 +88,7 @@ def is_optional_bias(name: str, *, specs: Iterable[LayerSpec]) -> bool:
     module, _, leaf = name.rpartition(".")
     params = {param.name: param for spec in specs for param in spec.params}
     weight = params.get(f"{module}.weight")
-    return leaf == "bias" and name not in params and weight is not None and weight.kind in _LINEAR_KINDS
-
-
-_LINEAR_KINDS = (ParamKind.LINEAR, ParamKind.HEAD)
+    return leaf == "bias" and name not in params and weight is not None and weight.kind.has_scheme
 
 
 class _Params:

@@ -22,7 +22,7 @@ from layers.fused_experts import (
     lie_transposed,
     may_be_fused,
 )
-from layers.weights import Dropped, LayerSpec, ParamKind, ParamSpec, Target, WeightMap
+from layers.weights import Dropped, LayerSpec, ParamSpec, Target, WeightMap
 from quant.disk_forms.form import disk_tensors, fill
 from quant.dtypes import to_torch
 
@@ -117,7 +117,7 @@ def allocate(param: ParamSpec, *, device: str | torch.device) -> dict[str, torch
 
 def fill_section(stored: Mapping[str, torch.Tensor], param: ParamSpec, section: int, rows: torch.Tensor) -> None:
     """Write one section's wide rows into the stored tensors."""
-    if param.kind in (ParamKind.LINEAR, ParamKind.HEAD):
+    if param.kind.has_scheme:
         views = param.scheme.section_views(stored, param.kept_rows, section)
         param.scheme.quantize_into(rows.to(next(iter(views.values())).device), views)
         return

@@ -33,7 +33,7 @@ def kv_cache_nbytes(config: ModelConfig, *, max_tokens: int, dtype: DType, cache
 
 def cache_room_nbytes(config: ModelConfig, *, max_tokens: int, dtype: DType, cache_dtype: str = "auto") -> int:
     """Bytes, at the most, of the buffers that all such caches of a model decode into: a run of wide keys and values,
-    and a strip in float32 and what a codec makes it from. None where they are kept wide. Imports no torch."""
+    and a strip in float32 and what a codec makes it from; 0 where they are kept wide. Imports no torch."""
     form = cache_form(cache_dtype)
     if form == "auto":
         return 0

@@ -36,6 +36,11 @@ class ParamKind(Enum):
     BIAS = "bias"  # wide
     SINK = "sink"  # a score of each head, wide
 
+    @cached_property
+    def has_scheme(self) -> bool:
+        """Whether such a weight is kept and multiplied by its scheme, "none" too; others are plain wide tensors."""
+        return self in (ParamKind.LINEAR, ParamKind.HEAD)
+
 
 @dataclass(frozen=True)
 class Section:
@@ -98,9 +103,14 @@ class ParamSpec:
         """Rows of each part that its scheme treats by itself: a section, or a run that is one on disk."""
         return self.run_rows if self.kept_as_stored or (self.runs and not self.forms) else self.section_rows
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it is kept in another form than its wide numbers."""
+        return self.kind.has_scheme and self.scheme.name != "none"
+
     def storage(self) -> dict[str, StoredSpec]:
         """What is kept for it, by name within its module ("weight", "weight_scale", or "bias")."""
-        if self.kind in (ParamKind.LINEAR, ParamKind.HEAD):
+        if self.kind.has_scheme:
             return self.scheme.storage(self.kept_rows, self.shape[1], wide=self.dtype)
         return {self.name.rpartition(".")[2]: StoredSpec(self.shape, self.dtype)}
 

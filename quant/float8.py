@@ -14,7 +14,7 @@ from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.percentile import check_percentile
 from quant.scheme import StoredSpec
-from quant.sections import for_each_row, linear_by_section, row_range, section_rows, total_rows
+from quant.sections import dequantize_by_section, for_each_row, linear_by_section, row_range, row_views, total_rows
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ class Fp8PerTensor:
         in_features: int | None = None,
     ) -> torch.Tensor:
         """code x scale, in float32, rounded once."""
-        return (stored["weight"].float() * for_each_row(stored["weight_scale"], sections).unsqueeze(1)).to(dtype)
+        return stored["weight"].float().mul_(for_each_row(stored["weight_scale"], sections).unsqueeze(1)).to(dtype)
 
     def linear(
         self,
@@ -120,7 +120,7 @@ class Fp8PerChannel:
         self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], index: int
     ) -> dict[str, torch.Tensor]:
         """The section's rows of both."""
-        return section_rows(stored, sections, index)
+        return row_views(stored, sections, index)
 
     def quantize_into(self, weight: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
         """A scale for each row."""
@@ -137,7 +137,7 @@ class Fp8PerChannel:
         in_features: int | None = None,
     ) -> torch.Tensor:
         """code x scale, in float32, rounded once."""
-        return (stored["weight"].float() * stored["weight_scale"].unsqueeze(1)).to(dtype)
+        return stored["weight"].float().mul_(stored["weight_scale"].unsqueeze(1)).to(dtype)
 
     def linear(
         self,
@@ -210,16 +210,13 @@ class Fp8PerBlock:
         in_features: int | None = None,
     ) -> torch.Tensor:
         """code x its block's scale, in float32, rounded once."""
-        import torch
-
         from quant.float8_blocks import scale_by_number
 
-        parts = []
-        for index in range(len(sections)):
-            views = self.section_views(stored, sections, index)
+        def numbers(views: Mapping[str, torch.Tensor]) -> torch.Tensor:
             codes = views["weight"]
-            parts.append(codes.float() * scale_by_number(views["weight_scale"], codes.shape, block=self.block))
-        return torch.cat(parts).to(dtype)
+            return codes.float().mul_(scale_by_number(views["weight_scale"], codes.shape, block=self.block))
+
+        return dequantize_by_section(self, stored, sections, dtype=dtype, numbers=numbers)
 
     def linear(
         self,

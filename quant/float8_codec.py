@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from quant.magnitudes import row_amax, strips
 from quant.panels import Workspace
-from quant.row_codec import RowCodec, Write, widened
-
-__all__ = ["EXPANDED", "FLOAT8", "LARGEST", "expand", "row_amax", "strips", "widened"]
+from quant.row_codec import RowCodec, Write
 
 LARGEST = 448.0
 EXPANDED = 256.0  # a byte's bits, moved into a float16, stand for the number over 2^(15 - 7)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.scheme import StoredSpec
-from quant.sections import linear_by_section, section_rows, total_rows
+from quant.sections import dequantize_by_section, linear_by_section, row_views, total_rows
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +91,7 @@ class IntPerGroup:
         self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], index: int
     ) -> dict[str, torch.Tensor]:
         """The section's rows, and its order of inputs."""
-        rows = section_rows(stored, sections, index)
+        rows = row_views(stored, sections, index)
         return rows | {ORDER: stored[ORDER][index : index + 1]} if ORDER in stored else rows
 
     def quantize_into(self, weight: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
@@ -118,20 +118,16 @@ class IntPerGroup:
         Nibbles do not tell whether the last one is a number: where `in_features` is not given it is taken for one, so
         an odd number of columns comes with one more, to be left out.
         """
-        import torch
-
         from quant.int4_codec import codes_of, decode
 
-        parts = []
-        for index in range(len(sections)):
-            views = self.section_views(stored, sections, index)
+        def numbers(views: Mapping[str, torch.Tensor]) -> torch.Tensor:
             order = views.get(ORDER)
             columns = in_features if order is None else order.shape[1]
             codes = codes_of(views["weight"], columns, bits=self.bits)
             zero = views.get("weight_zero_point", self.zero)
-            group = self.group_size if order is None else order[0]
-            parts.append(decode(codes, views["weight_scale"], zero, group).to(dtype))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            return decode(codes, views["weight_scale"], zero, self.group_size if order is None else order[0])
+
+        return dequantize_by_section(self, stored, sections, dtype=dtype, numbers=numbers)
 
     def linear(
         self,

@@ -121,6 +121,16 @@ def codes_of(weight: torch.Tensor, columns: int | None, *, bits: int) -> torch.T
     return both if columns is None else both[..., :columns]
 
 
+def store_codes(codes: torch.Tensor, out: torch.Tensor, *, bits: int) -> None:
+    """Codes uint8 [R, I] into kept bytes [R, ceil(I / 2)] (4 bits) or [R, I]: the inverse of `codes_of`."""
+    if bits == 8:
+        out.copy_(codes)
+        return
+    odd = codes[:, 1::2]
+    out.copy_(codes[:, 0::2])
+    out[:, : odd.shape[1]].bitwise_or_(odd << 4)
+
+
 def decode(
     codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | int, group: torch.Tensor | int
 ) -> torch.Tensor:

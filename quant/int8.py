@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from quant.dtypes import DType
 from quant.percentile import check_percentile
 from quant.scheme import StoredSpec
-from quant.sections import section_rows, total_rows
+from quant.sections import row_views, total_rows
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ class Int8PerChannel:
         self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], index: int
     ) -> dict[str, torch.Tensor]:
         """The section's rows of both."""
-        return section_rows(stored, sections, index)
+        return row_views(stored, sections, index)
 
     def quantize_into(self, weight: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
         """A scale for each row."""
@@ -68,7 +68,7 @@ class Int8PerChannel:
         in_features: int | None = None,
     ) -> torch.Tensor:
         """number x scale, in float32, rounded once."""
-        return (stored["weight"].float() * stored["weight_scale"].unsqueeze(1)).to(dtype)
+        return stored["weight"].float().mul_(stored["weight_scale"].unsqueeze(1)).to(dtype)
 
     def linear(
         self,

@@ -44,11 +44,6 @@ def row_magnitudes(weight: torch.Tensor, workspace: Workspace, *, percentile: fl
     return _chosen(_floats(found, weight.dtype), _floats(largest, weight.dtype))
 
 
-def row_amax(weight: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-    """float32 [R]: the largest magnitude of each row of a wide [R, I]; NaN where the row holds one."""
-    return row_magnitudes(weight, workspace)
-
-
 def tensor_magnitude(weight: torch.Tensor, workspace: Workspace, *, percentile: float | None = None) -> torch.Tensor:
     """float32 [1] of a wide [R, I]: of all of it."""
     if weight.numel() == 0:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from quant.dtypes import DType
 from quant.scheme import StoredSpec
-from quant.sections import for_each_row, section_rows, total_rows
+from quant.sections import for_each_row, row_views, total_rows
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ class MxFp8:
         self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], index: int
     ) -> dict[str, torch.Tensor]:
         """The section's rows of both."""
-        return section_rows(stored, sections, index)
+        return row_views(stored, sections, index)
 
     def quantize_into(self, weight: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
         """A scale for each block."""
@@ -114,7 +114,7 @@ class MxFp4:
         self, stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], index: int
     ) -> dict[str, torch.Tensor]:
         """The section's rows of both."""
-        return section_rows(stored, sections, index)
+        return row_views(stored, sections, index)
 
     def quantize_into(self, weight: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
         """A scale for each block."""
@@ -184,7 +184,7 @@ class NvFp4:
     ) -> dict[str, torch.Tensor]:
         """The section's rows, and its slot."""
         whole = stored["weight_global_scale"][index : index + 1]
-        return section_rows(stored, sections, index) | {"weight_global_scale": whole}
+        return row_views(stored, sections, index) | {"weight_global_scale": whole}
 
     def quantize_into(self, weight: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
         """A scale for each block, and one for all of `weight`."""

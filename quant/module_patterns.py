@@ -51,6 +51,11 @@ def matches(pattern: str, module_names: Iterable[str], *, classes: Collection[st
     return any(_is_run(words, name.split(".")) for name in module_names for words in [pattern.split(".")])
 
 
+def any_matches(patterns: Iterable[str], module: str) -> bool:
+    """Whether one of the patterns names the module, which goes by one name."""
+    return any(matches(pattern, (module,)) for pattern in patterns)
+
+
 def check_pattern(pattern: str) -> None:
     """Raise QuantError for a pattern that is empty, too long, no expression, or one that could take for ever."""
     if not pattern.strip(".") or pattern == REGEX:

@@ -120,13 +120,6 @@ def decode(weight: torch.Tensor, scale: torch.Tensor, *, block: int, in_features
     return multiply_blocks(numbers, scales, block=block)[..., :in_features]
 
 
-def mxfp4_to_wide(blocks: torch.Tensor, scales: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """[..., G * 32] of uint8 blocks [..., G, 16] (nibbles) and uint8 or e8m0 scales [..., G], as expert weights are
-    kept: [experts, O, G, 16] gives [experts, O, I]. The product in float32, rounded to `dtype` once."""
-    in_features = MX_BLOCK * scales.shape[-1]
-    return decode(blocks.flatten(-2), scales, block=MX_BLOCK, in_features=in_features).to(dtype)
-
-
 def e4m3_numbers(codes: torch.Tensor) -> torch.Tensor:
     """float32 of e4m3fn codes, NaN included: by a table, since torch's cast takes ten times as long on a CPU."""
     table = torch.arange(256, dtype=torch.uint8, device=codes.device).view(torch.float8_e4m3fn).float()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.scheme import StoredSpec
-from quant.sections import linear_by_section, row_range, total_rows
+from quant.sections import dequantize_by_section, linear_by_section, row_range, total_rows
 
 if TYPE_CHECKING:
     import torch
@@ -99,15 +99,12 @@ class Nf4:
         in_features: int | None = None,
     ) -> torch.Tensor:
         """number x scale, in float32, rounded once. `in_features` is even, and known from the codes."""
-        import torch
-
         from quant.nf4_strips import CodedBlocks
 
-        parts = []
-        for index, rows in enumerate(sections):
-            views = self.section_views(stored, sections, index)
-            parts.append(CodedBlocks(views["weight"], views["weight_scale"], self).numbers(0, rows))
-        return torch.cat(parts).to(dtype)
+        def numbers(views: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            return CodedBlocks(views["weight"], views["weight_scale"], self).numbers(0, views["weight"].shape[0])
+
+        return dequantize_by_section(self, stored, sections, dtype=dtype, numbers=numbers)
 
     def linear(
         self,

@@ -1,4 +1,4 @@
-"""The rows of a fused weight, section by section: where each begins, how they add up, and products one by one.
+"""The rows of a fused weight, section by section: where each begins, how they add up, and what is done one by one.
 
 O rows of the whole weight.
 """
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from quant.scheme import Scheme
 
+    Numbers = Callable[[dict[str, torch.Tensor]], torch.Tensor]
     Product = Callable[[dict[str, torch.Tensor], torch.Tensor | None], torch.Tensor]
 
 
@@ -27,7 +28,7 @@ def row_range(sections: tuple[int, ...], index: int) -> slice:
     return slice(first, first + sections[index])
 
 
-def section_rows(stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], index: int) -> dict[str, torch.Tensor]:
+def row_views(stored: Mapping[str, torch.Tensor], sections: tuple[int, ...], index: int) -> dict[str, torch.Tensor]:
     """The rows that section `index` has in stored tensors that have one for each row of the weight: views."""
     rows = row_range(sections, index)
     return {name: tensor[rows] for name, tensor in stored.items()}
@@ -40,6 +41,21 @@ def for_each_row(numbers: torch.Tensor, sections: tuple[int, ...]) -> torch.Tens
     if len(sections) == 1:
         return numbers.expand(sections[0])
     return torch.cat([numbers[index : index + 1].expand(rows) for index, rows in enumerate(sections)])
+
+
+def dequantize_by_section(
+    scheme: Scheme,
+    stored: Mapping[str, torch.Tensor],
+    sections: tuple[int, ...],
+    *,
+    dtype: torch.dtype,
+    numbers: Numbers,
+) -> torch.Tensor:
+    """[O, I] in `dtype`, rounded once from what `numbers(views)` makes of each section, float32 [its rows, I]."""
+    import torch
+
+    parts = [numbers(scheme.section_views(stored, sections, index)).to(dtype) for index in range(len(sections))]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def linear_by_section(

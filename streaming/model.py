@@ -22,7 +22,6 @@ import anyio.to_thread
 from layers.decoder import DecoderModel, build_shell
 from layers.kv_cache import KVCache, cache_room_nbytes, kv_cache_nbytes
 from layers.kv_codec import Room
-from layers.weights import ParamKind
 from quant.device_features import DeviceFeatures
 from quant.kernels import KernelMode, Kernels
 from streaming.clock import RunClock
@@ -293,7 +292,7 @@ def layers_by_scheme(prepared: Prepared) -> dict[str, int]:
     """How many layers keep their projections in which scheme ("none" for wide ones)."""
     counts: Counter[str] = Counter()
     for spec in prepared.specs:
-        schemes = {param.scheme.name for param in spec.params if param.kind in (ParamKind.LINEAR, ParamKind.HEAD)}
+        schemes = {param.scheme.name for param in spec.params if param.kind.has_scheme}
         counts.update(schemes or ({"none"} if spec.params else set()))
     return dict(counts)
 

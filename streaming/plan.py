@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from layers.weights import LayerSpec, ParamKind, ParamSpec, WeightMap
+from layers.weights import LayerSpec, ParamSpec, WeightMap
 from quant.dtypes import DType
 from streaming.checkpoint.tensors import Checkpoint, TensorInfo
 from streaming.errors import CheckpointError, MissingTensorError, TensorMismatchError
@@ -82,13 +82,6 @@ class LoadItem:
         if self.tensor.strides is not None:
             return self.tensor.offset
         return self.tensor.offset + self.rows[0] * self.tensor.row_nbytes
-
-    @property
-    def ends_tensor(self) -> bool:
-        """Whether this is the last run of its section."""
-        if self.stored is not None or self.leaf:
-            return self.rows[1] == max((1, *self.tensor.shape[:1]))
-        return self.section_rows[1] == sum(self.param.section_rows[self.section : self.section + self.sections])
 
 
 @dataclass(frozen=True)
@@ -319,7 +312,7 @@ def split_rows(param: ParamSpec, info: TensorInfo, rows: int, *, item_nbytes: in
 
 def row_multiple(param: ParamSpec, info: TensorInfo) -> int:
     """Rows that must stay together: 1, whole scale blocks and whole heads, or 0 for all of the section."""
-    blocks = param.scheme.row_multiple if param.kind in (ParamKind.LINEAR, ParamKind.HEAD) else 1
+    blocks = param.scheme.row_multiple if param.kind.has_scheme else 1
     return lcm(blocks, info.row_unit)  # 0 where the scheme wants all of them
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from layers.weights import LayerSpec, ParamKind, ParamSpec
+from layers.weights import LayerSpec, ParamSpec
 from quant.device_features import DeviceFeatures
 from quant.post_processing import Step, process, seen_processed, what_to_process
 from quant.processed_scheme import Processed
@@ -63,6 +63,6 @@ NO_PROCESSING = PostProcessing()
 def plan_processing(specs: Iterable[LayerSpec], features: DeviceFeatures) -> PostProcessing:
     """What a device with these features needs of a model."""
     params = (param for spec in specs for param in spec.params)
-    weights = (param for param in params if param.kind in (ParamKind.LINEAR, ParamKind.HEAD))
+    weights = (param for param in params if param.kind.has_scheme)
     steps = {param.name: what_to_process(param.scheme, features) for param in weights}
     return PostProcessing({name: found for name, found in steps.items() if found})

@@ -125,7 +125,7 @@ def add_all(parts: Iterable[Noise]) -> Noise:
 
 def quantized_params(spec: LayerSpec) -> list[ParamSpec]:
     """The parameters of a layer that a scheme keeps in another form than the wide one."""
-    return [param for param in spec.params if param.scheme.name != "none"]
+    return [param for param in spec.params if param.is_quantized]
 
 
 def finite(value: float | None) -> float | None:

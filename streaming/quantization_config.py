@@ -9,7 +9,7 @@ from pathlib import Path
 from layers.architecture import layer_specs
 from layers.model_config import ModelConfig
 from layers.name_lookup import NameLookup
-from layers.weights import Dropped, ParamKind, ParamSpec, WeightMap
+from layers.weights import Dropped, ParamSpec, WeightMap
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.module_policy import Module, ModulePolicy, decide_schemes
@@ -21,7 +21,6 @@ from streaming.errors import OptionError
 OPTION = "--quantization-config"
 LARGEST_NBYTES = 1 << 20
 _EXAMPLE = '{"default": "fp8_per_channel", "rules": [], "ignore": []}'
-_QUANTIZABLE = (ParamKind.LINEAR, ParamKind.HEAD)
 
 
 def read_quantization_config(given: Mapping[str, object] | str) -> QuantizationConfig:
@@ -74,7 +73,7 @@ def module_policy(
     """
     every = default_policy(scheme_by_name("fp8_per_channel"), quantize_head=True)  # a tied model's head is there too
     specs = layer_specs(config, dtype=DType.BF16, policy=every, tied=tied)
-    params = [param for spec in specs for param in spec.params if param.kind in _QUANTIZABLE]
+    params = [param for spec in specs for param in spec.params if param.kind.has_scheme]
     modules = _modules(params, weight_map, tensors)
     try:
         return decide_schemes(modules, found, default=default)

@@ -18,8 +18,6 @@ from quant.scheme_data import MOST, scheme_from_data, scheme_to_data
 from quant.wide import Wide
 from streaming.errors import CheckpointFormatError
 
-_QUANTIZED = (ParamKind.LINEAR, ParamKind.HEAD)
-
 
 @dataclass(frozen=True)
 class SavedForm:
@@ -43,7 +41,7 @@ def forms_of(specs: Iterable[LayerSpec]) -> dict[str, SavedForm]:
         param.name: SavedForm(param.scheme, _runs(param))
         for spec in specs
         for param in spec.params
-        if param.kind in _QUANTIZED and param.scheme.name != "none"
+        if param.is_quantized
     }
 
 
@@ -78,14 +76,14 @@ class SavedPolicy:
 
     def scheme_for(self, kind: str, name: str) -> Scheme:
         """The scheme of a parameter."""
-        form = self.forms.get(name) if kind in {one.value for one in _QUANTIZED} else None
+        form = self.forms.get(name) if ParamKind(kind).has_scheme else None
         return Wide() if form is None else form.scheme
 
 
 def as_saved(specs: Sequence[LayerSpec], forms: SavedForms, *, where: str) -> tuple[LayerSpec, ...]:
     """The specs that SavedPolicy gave, with what was joined. Raises CheckpointFormatError, after `where`, for names
     that are no weights of the model and for runs that are not its sections."""
-    params = {p.name: p for spec in specs for p in spec.params if p.kind in _QUANTIZED}
+    params = {p.name: p for spec in specs for p in spec.params if p.kind.has_scheme}
     problems = [f"weights has {name[:200]!r}, which the model has not" for name in forms if name not in params]
     for name, form in forms.items():
         sections = len(params[name].sections) if name in params else 0

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from layers.weights import ParamKind
 from quant.disk_forms.form import disk_tensors, same_bytes
 from quant.dtypes import DType, to_torch
 from quant.int4 import ORDER
@@ -25,12 +24,7 @@ def needs_host(item: LoadItem) -> bool:
 
 def is_quantized(item: LoadItem) -> bool:
     """Whether the item has yet to be brought into another form than its wide numbers."""
-    return (
-        item.stored is None
-        and not item.leaf
-        and item.param.kind in (ParamKind.LINEAR, ParamKind.HEAD)
-        and item.param.scheme.name != "none"
-    )
+    return item.stored is None and not item.leaf and item.param.is_quantized
 
 
 def wide_dtype(item: LoadItem) -> DType:

@@ -16,7 +16,7 @@ from math import prod
 import torch
 import torch.nn.functional as F
 
-from layers.weights import LayerSpec, ParamKind, ParamSpec
+from layers.weights import LayerSpec, ParamSpec
 from quant.dtypes import DType, to_torch
 from quant.kernels import Kernels
 from quant.panels import InOrder
@@ -63,7 +63,7 @@ def trials_of(specs: Iterable[LayerSpec]) -> tuple[Trial, ...]:
 def _kinds(spec: LayerSpec) -> Iterator[Trial]:
     names = {param.name for param in spec.params}
     for param in spec.params:
-        if param.kind in (ParamKind.LINEAR, ParamKind.HEAD):
+        if param.kind.has_scheme:
             bias = f"{param.name.rpartition('.')[0]}.bias" in names
             yield Trial(param.scheme, _few_rows(param), param.shape[1], bias, param.dtype, 0)
 

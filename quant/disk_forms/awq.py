@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quant.disk_forms.form import DiskForm, DiskTensor, FoundTensor
-from quant.disk_forms.gptq import SCALE_DTYPES, scale_dtype_of
-from quant.disk_forms.settings import LARGEST, module_names, whole_number, word
+from quant.disk_forms.scales import FLOATS, float_dtype
+from quant.disk_forms.settings import LARGEST, ignored_modules, whole_number, word
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.int4 import IntPerGroup
-from quant.module_patterns import check_patterns, matches
+from quant.module_patterns import any_matches
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ class AwqOnDisk:
             zeros, scales, codes = (rows, width), (rows, _IN_WORD * width), (rows, in_features // _IN_WORD)
         return (
             DiskTensor("qzeros", (zeros,), (DType.I32,), "weight_zero_point"),
-            DiskTensor("scales", (scales,), SCALE_DTYPES, "weight_scale"),
+            DiskTensor("scales", (scales,), FLOATS, "weight_scale"),
             DiskTensor("qweight", (codes,), (DType.I32,), "weight"),
         )
 
@@ -125,11 +125,11 @@ class AwqMethod:
         packed, size = ("outputs", rows) if self.layout == "gemm" else ("inputs", in_features)
         if size % _IN_WORD:
             raise QuantError(f"its {size} {packed} do not fill words of {_IN_WORD} codes")
-        return AwqOnDisk(self.layout, self.group_size, scale_dtype_of(found))
+        return AwqOnDisk(self.layout, self.group_size, float_dtype(found.get("scales")))
 
     def excludes(self, module: str) -> bool:
         """By the configuration's list."""
-        return any(matches(pattern, (module,)) for pattern in self.ignore)
+        return any_matches(self.ignore, module)
 
 
 def awq_method(config: Mapping[str, Any]) -> AwqMethod:
@@ -145,5 +145,4 @@ def awq_method(config: Mapping[str, Any]) -> AwqMethod:
         raise QuantError(f"group_size {str(size)[:20]}: a positive number to {LARGEST}, or -1 for one group, is needed")
     if layout == "gemv" and 0 < size < 128 and size not in _ZERO_WORDS:
         raise QuantError(f"group_size {size}: groups of 32, 64 and 128 or more are stored by version 'gemv'")
-    ignore = check_patterns(module_names(config, "modules_to_not_convert"))
-    return AwqMethod(layout, max(0, size), ignore)
+    return AwqMethod(layout, max(0, size), ignored_modules(config, "modules_to_not_convert"))

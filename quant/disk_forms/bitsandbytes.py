@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from math import isfinite, prod
 from typing import TYPE_CHECKING, Any
 
-from quant.disk_forms.float8 import ignored_modules
 from quant.disk_forms.form import DiskForm, DiskTensor, FoundTensor
+from quant.disk_forms.settings import ignored_modules
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.int8 import Int8PerChannel
+from quant.module_patterns import any_matches
 from quant.nf4 import NUMBERS, Nf4
 from quant.scheme import Scheme
 
@@ -180,9 +181,7 @@ class BitsAndBytesMethod:
 
     def excludes(self, module: str) -> bool:
         """By the configuration's list."""
-        from quant.module_patterns import matches
-
-        return any(matches(pattern, (module,)) for pattern in self.ignore)
+        return any_matches(self.ignore, module)
 
 
 def bitsandbytes_method(config: Mapping[str, Any]) -> BitsAndBytesMethod:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quant.disk_forms.form import DiskTensor
+from quant.disk_forms.scales import E8M0, FLOATS
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.float8 import Fp8PerBlock
@@ -23,8 +24,6 @@ from quant.scheme import Scheme
 if TYPE_CHECKING:
     import torch
 
-SCALE_DTYPES = (DType.F32, DType.BF16, DType.F16)
-_E8M0 = (DType.U8, DType.F8_E8M0)  # what an E8M0 code is stored as
 _WORD_BITS = 32
 _STRIP_NUMBERS = 1 << 20  # codes that are unpacked at once
 Stored = Mapping[str, "torch.Tensor"]
@@ -55,7 +54,7 @@ class CodesOnDisk:
         }.get(self.strategy, ((-(-rows // height), -(-in_features // width)),))
         return (
             *self.unused,
-            DiskTensor("weight_scale", shapes, _E8M0 if mx else SCALE_DTYPES, "weight_scale", as_is=mx),
+            DiskTensor("weight_scale", shapes, E8M0 if mx else FLOATS, "weight_scale", as_is=mx),
             DiskTensor("weight", ((rows, in_features),), (codes,), "weight", as_is=True),
         )
 
@@ -118,6 +117,8 @@ class IntegersOnDisk:
 
     def place(self, leaf: str, tensor: torch.Tensor, out: Stored) -> None:
         """Codes and zero points in the kept offset; a strip of rows at a time."""
+        from quant.int4_codec import store_codes
+
         if leaf == "weight_scale":
             target = out["weight_scale"]
             target.copy_(tensor.reshape(-1) if tensor.numel() == 1 else tensor.reshape(target.shape))
@@ -130,7 +131,7 @@ class IntegersOnDisk:
         else:
             for start, stop in _strips(tensor.shape[0], self.columns):
                 codes = self._unsigned(tensor[start:stop], self.columns)
-                _keep_codes(codes, out["weight"][start:stop], bits=self.kept.bits)
+                store_codes(codes, out["weight"][start:stop], bits=self.kept.bits)
 
     def _place_zeros(self, tensor: torch.Tensor, target: torch.Tensor) -> None:
         if self.zeros is not DType.I32:
@@ -145,11 +146,12 @@ class IntegersOnDisk:
         """Writers that keep no order of their own fill it with -1."""
         import torch
 
-        if tensor.numel() and int(tensor.min()) == int(tensor.max()) == -1:
+        from quant.int4_codec import check_order
+
+        if tensor.numel() and bool((tensor == -1).all()):
             target.copy_(torch.arange(tensor.numel(), device=tensor.device) // (self.kept.group_size or tensor.numel()))
             return
-        if tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) < groups:
-            raise QuantError(f"weight_g_idx goes from {int(tensor.min())} to {int(tensor.max())}, of {groups} groups")
+        check_order(tensor, groups=groups)
         target.copy_(tensor)
 
     def _unsigned(self, stored: torch.Tensor, count: int) -> torch.Tensor:
@@ -189,7 +191,7 @@ class Fp4OnDisk:
             found.append(DiskTensor("weight_global_scale", shapes, (DType.F32,), "weight_global_scale"))
         else:
             scale = ((rows, -(-in_features // MX_BLOCK)),)
-            found.append(DiskTensor("weight_scale", scale, _E8M0, "weight_scale", as_is=True))
+            found.append(DiskTensor("weight_scale", scale, E8M0, "weight_scale", as_is=True))
         codes = ((rows, -(-in_features // 2)),)
         return (*found, DiskTensor("weight_packed", codes, (DType.U8,), "weight", as_is=True))
 
@@ -236,13 +238,3 @@ def _keep_bytes(words: torch.Tensor, target: torch.Tensor, *, last_is_half: bool
     target.copy_(words.view(torch.uint8)[:, : target.shape[1]])
     if last_is_half:
         target[:, -1] &= 15
-
-
-def _keep_codes(codes: torch.Tensor, target: torch.Tensor, *, bits: int) -> None:
-    """Codes uint8 [r, I] in the form in which they are kept, two a byte where they have 4 bits."""
-    if bits == 8:
-        target.copy_(codes)
-        return
-    odd = codes[:, 1::2]
-    target.copy_(codes[:, 0::2])
-    target[:, : odd.shape[1]] |= odd << 4

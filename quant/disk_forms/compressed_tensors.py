@@ -14,8 +14,9 @@ from functools import cached_property
 from typing import Any
 
 from quant.disk_forms.compressed_config import WeightArgs, checked_patterns, weight_targets
-from quant.disk_forms.compressed_forms import SCALE_DTYPES, CodesOnDisk, Fp4OnDisk, IntegersOnDisk
+from quant.disk_forms.compressed_forms import CodesOnDisk, Fp4OnDisk, IntegersOnDisk
 from quant.disk_forms.form import DiskForm, DiskTensor, FoundTensor
+from quant.disk_forms.scales import E8M0, FLOATS, OF_ACTIVATIONS
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.float8 import Fp8PerBlock, Fp8PerChannel, Fp8PerTensor
@@ -32,9 +33,8 @@ def _unused(reason: str, *leaves: str) -> tuple[DiskTensor, ...]:
     return tuple(DiskTensor(leaf, (), (), optional=True, unused=reason) for leaf in leaves)
 
 
-_OF_ACTIVATIONS = "scale of quantized activations, which are computed wide here"
-_INPUTS = _unused(_OF_ACTIVATIONS, "input_scale", "input_zero_point", "input_global_scale")
-_OUTPUTS = _unused(_OF_ACTIVATIONS, "output_scale", "output_zero_point")
+_INPUTS = _unused(OF_ACTIVATIONS, "input_scale", "input_zero_point", "input_global_scale")
+_OUTPUTS = _unused(OF_ACTIVATIONS, "output_scale", "output_zero_point")
 _SHAPE = _unused("the weight's shape, which the configuration gives as well", "weight_shape")
 _NO_ZEROS = _unused("zero points of a weight that is symmetric by its configuration: zeros", "weight_zero_point")
 _NO_ORDER = _unused("an order of groups, of which the weight has none", "weight_g_idx")
@@ -162,7 +162,7 @@ def _integers(
     if not packed and args.bits == 8 and args.symmetric and not grouped:
         return CodesOnDisk(Int8PerChannel(), args.strategy, (*beside, *_NO_ZEROS, *_NO_ORDER))
     scale = found["weight_scale"].dtype
-    if scale not in SCALE_DTYPES:
+    if scale not in FLOATS:
         raise QuantError(f"weight_scale is {scale.value}: scales of integers are F32, BF16 or F16")
     ordered = grouped and "weight_g_idx" in found
     if args.ordered and not ordered:
@@ -203,9 +203,9 @@ def _kept_fp8(args: WeightArgs, scale: FoundTensor) -> Fp8PerTensor | Fp8PerChan
         return Fp8PerChannel()
     if args.strategy == "block":
         return Fp8PerBlock(block=args.block)
-    if scale.dtype in SCALE_DTYPES:
+    if scale.dtype in FLOATS:
         return Fp8PerBlock(block=(1, args.group_size))
-    if args.group_size == MX_BLOCK and scale.dtype in (DType.U8, DType.F8_E8M0):
+    if args.group_size == MX_BLOCK and scale.dtype in E8M0:
         return MxFp8()
     raise QuantError(
         f"FP8 in groups of {args.group_size} with {scale.dtype.value} scales: E8M0 scales are read for groups of "

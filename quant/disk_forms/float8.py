@@ -1,8 +1,7 @@
 """FP8 on disk (quant_method fp8, fbgemm_fp8, mxfp8): e4m3 codes with a scale per tensor, row or block.
 
 The number beside the codes always *multiplies* them, whatever it is called (`weight_scale_inv` too). What a block is
-stands in the configuration (weight_block_size): the grid of scales cannot tell it. E8M0 scales are a byte each, which
-some writers call U8: its exponent.
+stands in the configuration (weight_block_size): the grid of scales cannot tell it.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quant.disk_forms.form import DiskForm, DiskTensor, FoundTensor
-from quant.disk_forms.settings import LARGEST
+from quant.disk_forms.scales import E8M0, FLOATS, OF_ACTIVATIONS
+from quant.disk_forms.settings import LARGEST, ignored_modules
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.float8 import Fp8PerBlock, Fp8PerChannel, Fp8PerTensor
 from quant.microscaling import MX_BLOCK, MxFp8
-from quant.module_patterns import check_patterns
+from quant.module_patterns import any_matches
 from quant.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 
 IGNORED = ("modules_to_not_convert", "ignored_layers", "ignore")
 SCALES = ("weight_scale_inv", "weight_scale")
-_SCALE_DTYPES = (DType.F32, DType.BF16, DType.F16, DType.F8_E8M0)
-E8M0_DTYPES = (DType.U8, DType.F8_E8M0)
+_SCALE_DTYPES = (*FLOATS, DType.F8_E8M0)
 _MX = (1, MX_BLOCK)
-_INPUT_SCALE = "scale of quantized activations, which are computed wide here"
 
 
 @dataclass(frozen=True)
@@ -52,15 +50,15 @@ class Fp8OnDisk:
     def tensors(self, rows: int, in_features: int) -> tuple[DiskTensor, ...]:
         """Scales, then codes; scales of activations are not used."""
         return (
-            DiskTensor("input_scale", ((), (1,), (1, 1)), _SCALE_DTYPES, optional=True, unused=_INPUT_SCALE),
-            DiskTensor("input_scale_ub", ((), (1,), (1, 1)), _SCALE_DTYPES, optional=True, unused=_INPUT_SCALE),
+            DiskTensor("input_scale", ((), (1,), (1, 1)), _SCALE_DTYPES, optional=True, unused=OF_ACTIVATIONS),
+            DiskTensor("input_scale_ub", ((), (1,), (1, 1)), _SCALE_DTYPES, optional=True, unused=OF_ACTIVATIONS),
             DiskTensor(self.scale, self._scale_shapes(rows, in_features), self._scale_dtypes, "weight_scale"),
             DiskTensor("weight", ((rows, in_features),), (DType.F8_E4M3,), "weight", as_is=True),
         )
 
     @property
     def _scale_dtypes(self) -> tuple[DType, ...]:
-        return E8M0_DTYPES if isinstance(self.kept, MxFp8) else _SCALE_DTYPES
+        return E8M0 if isinstance(self.kept, MxFp8) else _SCALE_DTYPES
 
     def _scale_shapes(self, rows: int, in_features: int) -> tuple[tuple[int, ...], ...]:
         if isinstance(self.kept, Fp8PerTensor):
@@ -119,7 +117,7 @@ class Fp8Method:
 
     def _kept(self, scale: FoundTensor) -> Scheme:
         if self.block is not None and len(scale.shape) in (2, 4):
-            return MxFp8() if self.block == _MX and scale.dtype in E8M0_DTYPES else Fp8PerBlock(block=self.block)
+            return MxFp8() if self.block == _MX and scale.dtype in E8M0 else Fp8PerBlock(block=self.block)
         numel = 1
         for size in scale.shape:
             numel *= size
@@ -127,9 +125,7 @@ class Fp8Method:
 
     def excludes(self, module: str) -> bool:
         """By the configuration's list."""
-        from quant.module_patterns import matches
-
-        return any(matches(pattern, (module,)) for pattern in self.ignore)
+        return any_matches(self.ignore, module)
 
 
 def fp8_method(config: Mapping[str, Any]) -> Fp8Method:
@@ -152,12 +148,3 @@ def _block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
     if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and 0 < n <= LARGEST for n in block):
         raise QuantError(f"weight_block_size {str(block)[:60]!r}: [rows, columns] are needed, such as [128, 128]")
     return block[0], block[1]
-
-
-def ignored_modules(config: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
-    """The names under the first of these keys that is there and not empty. Raises QuantError for what is no list."""
-    key = next((key for key in keys if config.get(key)), keys[0])
-    ignored = config.get(key) or []
-    if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
-        raise QuantError(f"{key} {str(ignored)[:80]!r}: a list of names is needed")
-    return check_patterns(ignored)

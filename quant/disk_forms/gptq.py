@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quant.disk_forms.form import DiskForm, DiskTensor, FoundTensor
+from quant.disk_forms.scales import FLOATS, float_dtype
 from quant.disk_forms.settings import LARGEST, is_set, stated, whole_number, word
 from quant.dtypes import DType
 from quant.errors import QuantError
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     import torch
 
 BITS = (2, 3, 4, 8)
-SCALE_DTYPES = (DType.F16, DType.BF16, DType.F32)
 _OFFSETS = {"gptq": 1, "gptq_v1": 1, "gptq_v2": 0}  # checkpoint_format -> what to add to a stored zero point
 _EXCEPT, _ALSO = "-:", "+:"  # how the rules of GPTQModel's `dynamic` begin
 
@@ -61,7 +61,7 @@ class GptqOnDisk:
         order = (DiskTensor("g_idx", ((in_features,),), (DType.I32, DType.I64), "g_idx"),) if self.ordered else ()
         return (
             DiskTensor("qzeros", ((groups, words(rows, bits=self.bits)),), (DType.I32,), "weight_zero_point"),
-            DiskTensor("scales", ((groups, rows),), SCALE_DTYPES, "weight_scale"),
+            DiskTensor("scales", ((groups, rows),), FLOATS, "weight_scale"),
             *order,
             DiskTensor("qweight", ((words(in_features, bits=self.bits), rows),), (DType.I32,), "weight"),
         )
@@ -131,7 +131,8 @@ class GptqMethod:
             bits = bits if rule.bits is None else rule.bits
             group_size = group_size if rule.group_size is None else rule.group_size
             desc_act = desc_act if rule.desc_act is None else rule.desc_act
-        return GptqOnDisk(bits, group_size, self.offset, desc_act and group_size > 0, scale_dtype_of(found))
+        scale_dtype = float_dtype(found.get("scales"))
+        return GptqOnDisk(bits, group_size, self.offset, desc_act and group_size > 0, scale_dtype)
 
     def excludes(self, module: str) -> bool:
         """By a rule of `dynamic`."""
@@ -140,12 +141,6 @@ class GptqMethod:
 
     def _rule_of(self, module: str) -> GptqRule | None:
         return next((rule for rule in self.rules if matches(rule.pattern, (module,))), None)
-
-
-def scale_dtype_of(found: Mapping[str, FoundTensor]) -> DType:
-    """The dtype in which scales are kept: that on disk. One that scales cannot have is told of by `coded_problem`."""
-    dtype = found["scales"].dtype if "scales" in found else DType.F16
-    return dtype if dtype in SCALE_DTYPES else DType.F16
 
 
 def gptq_method(config: Mapping[str, Any]) -> GptqMethod:

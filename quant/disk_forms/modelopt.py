@@ -11,11 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quant.disk_forms.float8 import Fp8Method, ignored_modules
+from quant.disk_forms.float8 import Fp8Method
 from quant.disk_forms.form import DiskForm, DiskTensor, FoundTensor
+from quant.disk_forms.scales import OF_ACTIVATIONS
+from quant.disk_forms.settings import ignored_modules
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.microscaling import MX_BLOCK, NV_BLOCK, NvFp4
+from quant.module_patterns import any_matches
 from quant.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -27,7 +30,6 @@ _ALGORITHMS: Mapping[str, tuple[int, int] | None] = {
 }  # fmt: skip
 _MIXED = "MIXED_PRECISION"
 _ONE = ((), (1,))
-_INPUT_SCALE = "scale of quantized activations, which are computed wide here"
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class NvFp4OnDisk:
             raise QuantError(f"NVFP4 weights have an even number of columns, not {in_features}")
         scales = (rows, -(-in_features // NV_BLOCK))
         return (
-            DiskTensor("input_scale", _ONE, (DType.F32,), optional=True, unused=_INPUT_SCALE),
+            DiskTensor("input_scale", _ONE, (DType.F32,), optional=True, unused=OF_ACTIVATIONS),
             *([DiskTensor("weight_scale_2", _ONE, (DType.F32,), "weight_global_scale")] if self.whole else []),
             DiskTensor("weight_scale", (scales,), (DType.F8_E4M3,), "weight_scale", as_is=self.whole),
             DiskTensor("weight", ((rows, in_features // 2),), (DType.U8,), "weight", as_is=True),
@@ -88,9 +90,7 @@ class ModelOptMethod:
 
     def excludes(self, module: str) -> bool:
         """By the configuration's patterns."""
-        from quant.module_patterns import matches
-
-        return any(matches(pattern, (module,)) for pattern in self.ignore)
+        return any_matches(self.ignore, module)
 
 
 def modelopt_method(config: Mapping[str, Any]) -> ModelOptMethod:

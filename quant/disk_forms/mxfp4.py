@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quant.disk_forms.form import DiskForm, DiskTensor, FoundTensor
-from quant.disk_forms.settings import module_names
+from quant.disk_forms.scales import E8M0
+from quant.disk_forms.settings import ignored_modules
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.microscaling import MX_BLOCK, MxFp4
+from quant.module_patterns import any_matches
 from quant.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -40,9 +42,8 @@ class MxFp4OnDisk:
     def tensors(self, rows: int, in_features: int) -> tuple[DiskTensor, ...]:
         """Scales, then codes."""
         blocks = in_features // MX_BLOCK
-        scales = (DType.U8, DType.F8_E8M0)
         return (
-            DiskTensor("scales", ((rows, blocks),), scales, "weight_scale", as_is=True),
+            DiskTensor("scales", ((rows, blocks),), E8M0, "weight_scale", as_is=True),
             DiskTensor("blocks", ((rows, blocks, _BYTES),), (DType.U8,), "weight", as_is=True),
         )
 
@@ -72,16 +73,9 @@ class MxFp4Method:
 
     def excludes(self, module: str) -> bool:
         """By the configuration's list."""
-        from quant.module_patterns import matches
-
-        return any(matches(pattern, (module,)) for name in self.wide for pattern in (name, f"{name}.*"))
+        return any_matches((pattern for name in self.wide for pattern in (name, f"{name}.*")), module)
 
 
 def mxfp4_method(config: Mapping[str, Any]) -> MxFp4Method:
     """The method of a quantization_config. Raises QuantError for what cannot be read."""
-    from quant.module_patterns import check_pattern
-
-    wide = module_names(config, "modules_to_not_convert")
-    for name in wide:
-        check_pattern(name)
-    return MxFp4Method(wide)
+    return MxFp4Method(ignored_modules(config, "modules_to_not_convert"))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quant.errors import QuantError
+from quant.module_patterns import check_patterns
 
 LARGEST = 1 << 30  # of any size of a group or block: far beyond every real one, and products of two are counted still
 _SHOWN = 80  # characters of a setting that a message repeats
@@ -43,11 +44,13 @@ def word(config: Mapping[str, Any], *names: str, default: str) -> str:
     return default if found is None else found.lower()
 
 
-def module_names(config: Mapping[str, Any], *names: str) -> tuple[str, ...]:
-    """A setting that is a list of modules, none where it is not there. Raises QuantError for another."""
-    found = stated(config, *names)
-    if found is None:
+def ignored_modules(config: Mapping[str, Any], *names: str) -> tuple[str, ...]:
+    """Patterns of modules that are not quantized: the first of these settings that is there and not empty. Raises
+    QuantError for what is no list of patterns."""
+    name = next((name for name in names if config.get(name)), None)
+    if name is None:
         return ()
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise QuantError(f"{names[0]} {str(found)[:_SHOWN]!r}: a list of names is needed")
-    return tuple(found)
+    found = config[name]
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise QuantError(f"{name} {str(found)[:_SHOWN]!r}: a list of names is needed")
+    return check_patterns(found)

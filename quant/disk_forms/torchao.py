@@ -15,24 +15,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quant.disk_forms.float8 import Fp8OnDisk, ignored_modules
+from quant.disk_forms.float8 import Fp8OnDisk
 from quant.disk_forms.form import DiskForm, DiskTensor, FoundTensor
 from quant.disk_forms.modelopt import NvFp4OnDisk
+from quant.disk_forms.scales import FLOATS
+from quant.disk_forms.settings import ignored_modules
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.float8 import Fp8PerBlock, Fp8PerChannel, Fp8PerTensor
 from quant.int4 import IntPerGroup
 from quant.int8 import Int8PerChannel
 from quant.microscaling import MX_BLOCK, NV_BLOCK, MxFp4, MxFp8
+from quant.module_patterns import any_matches
 from quant.scheme import Scheme
 
 if TYPE_CHECKING:
     import torch
 
 DESCRIBED = "tensor_descriptions"  # the key under which the headers' metadata comes with the configuration
+_RUN_ROWS = 64  # of codes that are turned at once, so that little is held beside a weight
 _CODES, _SCALE, _ZERO, _WHOLE = "_weight_qdata", "_weight_scale", "_weight_zero_point", "_weight_per_tensor_scale"
 _LEAVES = {"weight": _CODES, "weight_scale": _SCALE, "weight_scale_2": _WHOLE}  # as another method calls them
-_WIDE = (DType.F32, DType.BF16, DType.F16)
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class Int8Rows:
         shapes = ((rows, 1), (rows,), (1, 1), (1,), ())
         return (
             DiskTensor(_ZERO, shapes, (DType.I8, DType.I32, DType.I64), "weight_scale", optional=True),
-            DiskTensor(_SCALE, shapes, _WIDE, "weight_scale"),
+            DiskTensor(_SCALE, shapes, FLOATS, "weight_scale"),
             DiskTensor(_CODES, ((rows, in_features),), (DType.I8,), "weight", as_is=True),
         )
 
@@ -132,6 +135,8 @@ class IntGroupsUnpacked:
 
     def place(self, leaf: str, tensor: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
         """code and zero point + 8 (128 with 8 bits); QuantError for what needs more bits than are stated."""
+        from quant.int4_codec import store_codes
+
         if leaf == _SCALE:
             out["weight_scale"].copy_(tensor)
             return
@@ -139,21 +144,14 @@ class IntGroupsUnpacked:
             raise QuantError("its codes are said to have at most 4 bits, and have more")
         if leaf == _ZERO:
             out["weight_zero_point"].copy_(self._unsigned(tensor))
-        elif self.kept.bits == 8:
-            out["weight"].copy_(self._unsigned(tensor))
         else:
-            self._pack(tensor, out["weight"])
+            for codes, kept in zip(tensor.split(_RUN_ROWS), out["weight"].split(_RUN_ROWS), strict=True):
+                store_codes(self._unsigned(codes), kept, bits=self.kept.bits)
 
     def _unsigned(self, tensor: torch.Tensor) -> torch.Tensor:
         import torch
 
         return tensor.view(torch.uint8) + self.kept.zero  # bytes wrap round
-
-    def _pack(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
-        codes = self._unsigned(tensor)
-        out.copy_(codes[:, 0::2])
-        odd = codes[:, 1::2]
-        out[:, : odd.shape[1]].bitwise_or_(odd << 4)
 
 
 @dataclass(frozen=True)
@@ -180,9 +178,7 @@ class TorchAoMethod:
 
     def excludes(self, module: str) -> bool:
         """By the configuration's list."""
-        from quant.module_patterns import matches
-
-        return any(matches(pattern, (module,)) for pattern in self.ignore)
+        return any_matches(self.ignore, module)
 
 
 def torchao_method(config: Mapping[str, Any]) -> TorchAoMethod:
@@ -215,7 +211,7 @@ def _intx(data: Mapping[str, Any], found: Mapping[str, FoundTensor], shape: tupl
     name = target.get("_data") if isinstance(target, Mapping) else None
     bits = next((bits for bits in range(1, 9) if name == f"int{bits}"), None)
     height, width = _block(data, shape)
-    if bits is None or height != 1 or found[_SCALE].dtype not in _WIDE:
+    if bits is None or height != 1 or found[_SCALE].dtype not in FLOATS:
         raise QuantError(
             f"its codes are {str(name)[:60]} in blocks of {[height, width]}: int1 to int8 in groups of a row"
         )

@@ -111,7 +111,7 @@ def test_an_order_of_groups_is_kept_and_minus_ones_are_none() -> None:
         by_number = tensors["weight_scale"].float()[:, order if groups is None else groups]
         assert torch.equal(wide(form_of(method, tensors, (4, 32)), tensors, (4, 32)), numbers * by_number)
     tensors["weight_g_idx"] = torch.full((32,), 4, dtype=torch.int32)
-    with pytest.raises(QuantError, match="weight_g_idx goes from 4 to 4, of 4 groups"):
+    with pytest.raises(QuantError, match="g_idx names groups 4 to 4, but there are 4"):
         kept(form_of(method, tensors, (4, 32)), tensors, (4, 32))
 
 

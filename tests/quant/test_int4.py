@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quant.cpu_features import CpuFeatures
-from quant.dtypes import DType, to_torch
+from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.int4 import IntPerGroup
 from quant.kernels import KernelMode, Kernels
@@ -19,6 +19,7 @@ from quant.packed import pack, packed_nbytes
 from quant.registry import scheme_by_name, scheme_names
 from quant.tiled_int4 import Int4Tiled, most_rows
 from streaming.panel_pool import PanelPool
+from tests.quant.quantized import quantized
 
 FORMS = [
     IntPerGroup(),
@@ -41,20 +42,6 @@ SHAPES = [((8,), 96), ((5, 3, 2), 101), ((1,), 1), ((40,), 160)]
 def _weight(rows: int, columns: int, *, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rows * columns)
     return torch.randn(rows, columns, generator=generator).mul_(0.05).to(dtype)
-
-
-def _stored(scheme: IntPerGroup, weight: torch.Tensor, sections: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Filled with 77 first, so that gaps would be seen."""
-    specs = scheme.storage(sections, weight.shape[1], wide=DType.BF16)
-    stored = {
-        name: torch.full((math.prod(spec.shape) * spec.dtype.itemsize,), 77, dtype=torch.uint8)
-        .view(to_torch(spec.dtype))
-        .view(spec.shape)
-        for name, spec in specs.items()
-    }
-    for index, rows in enumerate(weight.split(list(sections))):
-        scheme.quantize_into(rows, scheme.section_views(stored, sections, index))
-    return stored
 
 
 # --- the definition, number by number ---------------------------------------------------------------------------------
@@ -120,7 +107,7 @@ def test_what_is_stored_is_the_definition_to_the_bit(
     scheme: IntPerGroup, sections: tuple[int, ...], columns: int, dtype: torch.dtype
 ) -> None:
     weight = _weight(sum(sections), columns, dtype=dtype)
-    stored = _stored(scheme, weight, sections)
+    stored = quantized(scheme, weight, sections)
     codes, scales, zeros, numbers = _literal(weight, scheme)
     assert np.array_equal(stored["weight"].numpy(), _bytes(codes, scheme.bits))
     assert np.array_equal(stored["weight_scale"].float().numpy(), scales)
@@ -138,10 +125,10 @@ def test_what_is_stored_is_the_definition_to_the_bit(
 def test_weights_of_several_strips_are_encoded_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = _weight(70, 101)
     for scheme in FORMS:
-        whole = _stored(scheme, weight, (70,))
+        whole = quantized(scheme, weight, (70,))
         with monkeypatch.context() as patch:
             patch.setattr("quant.int4_codec._STRIP_NBYTES", 3 * 4 * 101)
-            strips = _stored(scheme, weight, (70,))
+            strips = quantized(scheme, weight, (70,))
         for name, tensor in whole.items():
             assert torch.equal(tensor, strips[name]), (scheme.name, name)
 
@@ -159,7 +146,7 @@ def test_every_code_with_every_zero_stands_for_its_number() -> None:
 
 def test_an_odd_number_of_inputs_leaves_the_last_high_nibble_zero() -> None:
     scheme, weight = IntPerGroup(), _weight(6, 45)
-    stored = _stored(scheme, weight, (6,))
+    stored = quantized(scheme, weight, (6,))
     assert stored["weight"].shape == (6, 23)
     assert not bool((stored["weight"][:, -1] >> 4).any())
     assert scheme.dequantize(stored, (6,), dtype=torch.float32).shape == (6, 46)  # as long as no number is given
@@ -173,7 +160,7 @@ def test_zeros_give_exact_zeros(scheme: IntPerGroup) -> None:
     weight = _weight(6, 96)
     weight[2, 32:64] = 0
     weight[4] = 0
-    stored = _stored(scheme, weight, (6,))
+    stored = quantized(scheme, weight, (6,))
     found = scheme.dequantize(stored, (6,), dtype=torch.float32)
     assert not found[2, 32:64].any()
     assert not found[4].any()
@@ -185,7 +172,7 @@ def test_zeros_give_exact_zeros(scheme: IntPerGroup) -> None:
 def test_a_fault_shows_in_its_group_and_nowhere_else(scheme: IntPerGroup, fault: float) -> None:
     weight = _weight(6, 96)
     weight[3, 70] = fault
-    stored = _stored(scheme, weight, (6,))
+    stored = quantized(scheme, weight, (6,))
     found = scheme.dequantize(stored, (6,), dtype=torch.float32)
     assert not found[3, 70].isfinite()
     assert stored["weight_scale"].isfinite().logical_not().nonzero().tolist() == [[3, 70 // (scheme.group_size or 96)]]
@@ -195,7 +182,7 @@ def test_a_fault_shows_in_its_group_and_nowhere_else(scheme: IntPerGroup, fault:
 def test_numbers_too_small_for_a_scale_become_zero() -> None:
     scheme = IntPerGroup(scale_dtype=DType.F16)
     weight = torch.full((2, 32), 1e-9)
-    stored = _stored(scheme, weight, (2,))
+    stored = quantized(scheme, weight, (2,))
     assert not scheme.dequantize(stored, (2,), dtype=torch.float32).any()
 
 
@@ -210,7 +197,7 @@ def test_noise_of_normal_numbers(name: str, least: float) -> None:
     scheme = scheme_by_name(name)
     assert isinstance(scheme, IntPerGroup)
     weight = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
-    found = scheme.dequantize(_stored(scheme, weight, (1024,)), (1024,), dtype=torch.float32)
+    found = scheme.dequantize(quantized(scheme, weight, (1024,)), (1024,), dtype=torch.float32)
     noise = (found - weight).double().square().sum()
     assert 10 * math.log10(weight.double().square().sum() / noise) >= least
 
@@ -233,7 +220,7 @@ def test_the_product_is_that_of_the_numbers(scheme: IntPerGroup, dtype: torch.dt
     generator = torch.Generator().manual_seed(3)
     for sections, columns in SHAPES:
         weight = _weight(sum(sections), columns)
-        stored, (*_, numbers) = _stored(scheme, weight, sections), _literal(weight, scheme)
+        stored, (*_, numbers) = quantized(scheme, weight, sections), _literal(weight, scheme)
         for rows in (1, 3, 33, 70):
             x = torch.randn(rows, columns, generator=generator).to(dtype)
             bias = torch.randn(sum(sections), generator=generator).to(dtype) if rows != 3 else None
@@ -250,7 +237,7 @@ def test_inputs_take_the_groups_that_their_order_says(bits: int, symmetric: bool
     plain = IntPerGroup(bits=bits, symmetric=symmetric)
     ordered = replace(plain, ordered=True)
     weight, sections = _weight(12, 96), (8, 4)
-    stored = _stored(plain, weight, sections)
+    stored = quantized(plain, weight, sections)
     order = [torch.randperm(96, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
     exact = plain.dequantize(stored, sections, dtype=torch.float32)
     expected = torch.cat([rows[:, index] for rows, index in zip(exact.split([8, 4]), order, strict=True)])
@@ -271,7 +258,7 @@ def test_strips_in_bfloat16_hold_the_numbers_rounded_once() -> None:
     """With the identity for activations, a product in bfloat16 shows the strip itself."""
     for scheme in FORMS:
         weight = _weight(64, 96)
-        stored, (*_, numbers) = _stored(scheme, weight, (64,)), _literal(weight, scheme)
+        stored, (*_, numbers) = quantized(scheme, weight, (64,)), _literal(weight, scheme)
         kernels = Kernels(features=CpuFeatures(native_bf16=True))
         found = scheme.linear(torch.eye(96).bfloat16(), stored, (64,), None, kernels=kernels)
         assert torch.equal(found.t(), torch.from_numpy(numbers).bfloat16()), scheme.name
@@ -308,7 +295,7 @@ def _tiled(scheme: IntPerGroup, stored: dict[str, torch.Tensor], kernels: Kernel
 def test_the_tiled_product_is_that_of_the_numbers(scheme: IntPerGroup, fast: Kernels) -> None:
     for rows_out in (16, 80, 208):  # less than a tile, a tile and a part, several
         weight = _weight(rows_out, 512)
-        stored = _stored(scheme, weight, (rows_out,))
+        stored = quantized(scheme, weight, (rows_out,))
         numbers = scheme.dequantize(stored, (rows_out,), dtype=torch.float32).numpy()  # compared to the bit above
         tiled = _tiled(scheme, stored, fast)
         for rows in (1, 5, most_rows()):
@@ -323,7 +310,7 @@ def test_the_tiled_product_is_that_of_the_numbers(scheme: IntPerGroup, fast: Ker
 
 def test_an_odd_number_of_inputs_is_tiled_with_one_more(fast: Kernels) -> None:
     weight = _weight(16, 63)
-    stored, (*_, numbers) = _stored(IntPerGroup(), weight, (16,)), _literal(weight, IntPerGroup())
+    stored, (*_, numbers) = quantized(IntPerGroup(), weight, (16,)), _literal(weight, IntPerGroup())
     tiled, x = _tiled(IntPerGroup(), stored, fast), torch.randn(2, 63, generator=torch.Generator().manual_seed(2))
     assert packed_nbytes(IntPerGroup(), (16,), 63) == tiled.nbytes
     found, expected = tiled.linear(x.bfloat16(), None), _expected(x.bfloat16(), numbers, None)
@@ -332,7 +319,7 @@ def test_an_odd_number_of_inputs_is_tiled_with_one_more(fast: Kernels) -> None:
 
 
 def test_other_activations_are_left_to_the_stored_form(fast: Kernels) -> None:
-    tiled = _tiled(IntPerGroup(), _stored(IntPerGroup(), _weight(16, 64), (16,)), fast)
+    tiled = _tiled(IntPerGroup(), quantized(IntPerGroup(), _weight(16, 64), (16,)), fast)
     assert tiled.linear(torch.ones(most_rows(), 64).bfloat16(), None) is not None
     for wrong in (torch.ones(most_rows() + 1, 64).bfloat16(), torch.ones(1, 64), torch.ones(1, 64).half()):
         assert tiled.linear(wrong, None) is None
@@ -342,7 +329,7 @@ def test_bits_of_the_tiled_product_depend_neither_on_threads_nor_on_other_rows(
     fast: Kernels, three_threads: Kernels
 ) -> None:
     scheme, x = IntPerGroup(), torch.randn(7, 1024, generator=torch.Generator().manual_seed(1)).bfloat16()
-    stored, before, found = _stored(scheme, _weight(1040, 1024), (1040,)), torch.get_num_threads(), []
+    stored, before, found = quantized(scheme, _weight(1040, 1024), (1040,)), torch.get_num_threads(), []
     try:
         for kernels in (fast, three_threads):
             tiled = _tiled(scheme, stored, kernels)
@@ -379,20 +366,20 @@ def _one(tiled: Int4Tiled, row: torch.Tensor) -> torch.Tensor:
 def test_what_the_operator_does_not_take_stays_as_it_is(
     scheme: IntPerGroup, rows: int, columns: int, fast: Kernels
 ) -> None:
-    stored = _stored(scheme, _weight(rows, columns), (rows,))
+    stored = quantized(scheme, _weight(rows, columns), (rows,))
     assert pack([(scheme, stored)], kernels=fast) == [None]
     assert packed_nbytes(scheme, (rows,), columns) == 0
 
 
 def test_a_cpu_without_vectors_for_it_has_no_tiled_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    stored = _stored(IntPerGroup(), _weight(16, 64), (16,))
+    stored = quantized(IntPerGroup(), _weight(16, 64), (16,))
     assert pack([(IntPerGroup(), stored)], kernels=Kernels()) == [None]
 
 
 @pytest.mark.parametrize("scheme", TILED, ids=lambda scheme: scheme.name)
 def test_what_a_tiled_copy_takes(scheme: IntPerGroup, fast: Kernels) -> None:
-    stored = _stored(scheme, _weight(48, 512), (32, 16))
+    stored = quantized(scheme, _weight(48, 512), (32, 16))
     # Half a byte a number, and two bfloat16 a group.
     expected = 48 * 256 + 48 * (512 // scheme.group_size) * 4
     assert packed_nbytes(scheme, (32, 16), 512) == expected == _tiled(scheme, stored, fast).nbytes

@@ -14,7 +14,7 @@ from quant import e8m0
 from quant.cpu_features import CpuFeatures
 from quant.dtypes import DType, to_torch
 from quant.kernels import Kernels
-from quant.mx_codec import decode, mxfp4_to_wide
+from quant.mx_codec import decode
 from quant.mx_strips import ScaledBlocks
 from quant.panels import Workspace
 from quant.registry import scheme_by_name
@@ -159,11 +159,12 @@ def test_expert_blocks_are_what_transformers_makes_of_them(dtype: torch.dtype) -
     blocks = torch.randint(0, 256, (3, 10, 5, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(110, 136, (3, 10, 5), generator=generator, dtype=torch.uint8)
     theirs = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=dtype)  # [experts, I, O]
-    ours = mxfp4_to_wide(blocks, scales, dtype=dtype)
+    ours = decode(blocks.flatten(-2), scales, block=32, in_features=160).to(dtype)
     assert ours.shape == (3, 10, 160)
     assert ours.dtype == dtype
     assert torch.equal(ours.transpose(1, 2), theirs)
-    assert torch.equal(mxfp4_to_wide(blocks, scales.view(torch.float8_e8m0fnu), dtype=dtype), ours)
+    typed = decode(blocks.flatten(-2), scales.view(torch.float8_e8m0fnu), block=32, in_features=160)
+    assert torch.equal(typed.to(dtype), ours)
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4"])

@@ -10,29 +10,15 @@ import pytest
 import torch
 
 from quant.cpu_features import CpuFeatures
-from quant.dtypes import DType, to_torch
+from quant.dtypes import DType
 from quant.kernels import KernelMode, Kernels
 from quant.registry import scheme_by_name, scheme_names
-from quant.scheme import Scheme
+from tests.quant.quantized import quantized
 
 QUANTIZED = [name for name in scheme_names() if name != "none"]
 OVER_ALL_ROWS = ("fp8_per_tensor", "nvfp4")  # a scale is taken over all rows of a section
 FEATURES = {CpuFeatures(native_bf16=False), CpuFeatures.detect()}
 SHAPES = [((101,), 100), ((96, 40, 40), 144), ((130, 5), 257), ((1,), 1)]
-
-
-def _stored(scheme: Scheme, weight: torch.Tensor, sections: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """What the scheme makes of a weight, section by section; filled with 77 first, so that gaps would be seen."""
-    specs = scheme.storage(sections, weight.shape[1], wide=DType.BF16)
-    stored = {
-        name: torch.full((math.prod(spec.shape) * spec.dtype.itemsize,), 77, dtype=torch.uint8)
-        .view(to_torch(spec.dtype))
-        .view(spec.shape)
-        for name, spec in specs.items()
-    }
-    for index, rows in enumerate(weight.split(list(sections))):
-        scheme.quantize_into(rows, scheme.section_views(stored, sections, index))
-    return stored
 
 
 def _weight(rows: int, columns: int) -> torch.Tensor:
@@ -78,7 +64,7 @@ def test_storage_of_two_sections(name: str, expected: dict[str, tuple[tuple[int,
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_dequantized_weight_is_within_the_formats_error(name: str, sections: tuple[int, ...], columns: int) -> None:
     scheme, weight = scheme_by_name(name), _weight(sum(sections), columns)
-    wide = scheme.dequantize(_stored(scheme, weight, sections), sections, dtype=torch.float32)[:, :columns]
+    wide = scheme.dequantize(quantized(scheme, weight, sections), sections, dtype=torch.float32)[:, :columns]
     largest = weight.float().abs().amax()
     # e4m3fn: half a unit of three mantissa bits, or half the smallest step, 2^-10 of a scale of amax / 448.
     # int8: half a step of amax / 127. Both with room for float32's own rounding.
@@ -98,9 +84,9 @@ def test_dequantized_weight_is_within_the_formats_error(name: str, sections: tup
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_a_section_is_quantized_as_if_it_were_alone(name: str, sections: tuple[int, ...], columns: int) -> None:
     scheme, weight = scheme_by_name(name), _weight(sum(sections), columns)
-    together = _stored(scheme, weight, sections)
+    together = quantized(scheme, weight, sections)
     for index, rows in enumerate(weight.split(list(sections))):
-        alone = _stored(scheme, rows, (rows.shape[0],))
+        alone = quantized(scheme, rows, (rows.shape[0],))
         views = scheme.section_views(together, sections, index)
         assert views.keys() == alone.keys()
         for key, view in views.items():
@@ -111,10 +97,10 @@ def test_a_change_in_one_section_leaves_the_others_alone() -> None:
     weight = _weight(200, 144)
     for name in QUANTIZED:
         scheme = scheme_by_name(name)
-        before = _stored(scheme, weight, (120, 80))
+        before = quantized(scheme, weight, (120, 80))
         louder = weight.clone()
         louder[120:] *= 64
-        after = _stored(scheme, louder, (120, 80))
+        after = quantized(scheme, louder, (120, 80))
         for key in before:
             first = (scheme.section_views(stored, (120, 80), 0)[key].float() for stored in (before, after))
             assert torch.equal(*first), (name, key)
@@ -124,7 +110,7 @@ def test_a_change_in_one_section_leaves_the_others_alone() -> None:
 @pytest.mark.parametrize("name", [name for name in QUANTIZED if name.startswith(("fp8", "int8"))])
 def test_dequantize_rounds_the_float32_product_once(name: str, dtype: torch.dtype) -> None:
     scheme, sections = scheme_by_name(name), (130, 5)
-    stored = _stored(scheme, _weight(135, 257), sections)
+    stored = quantized(scheme, _weight(135, 257), sections)
     scale = stored["weight_scale"]
     expected = torch.empty(135, 257)
     for row in range(135):
@@ -159,7 +145,7 @@ def test_linear_is_a_product_with_the_dequantized_weight(name: str, dtype: torch
     generator = torch.Generator().manual_seed(5)
     for sections, columns in SHAPES:
         weight = _weight(sum(sections), columns)
-        stored = {"weight": weight.to(dtype)} if name == "none" else _stored(scheme, weight, sections)
+        stored = {"weight": weight.to(dtype)} if name == "none" else quantized(scheme, weight, sections)
         exact = scheme.dequantize(stored, sections, dtype=torch.float32)[:, :columns].double()
         for rows in (1, 2, 8, 33, 300):
             x = torch.randn(rows, columns, generator=generator).to(dtype)
@@ -179,7 +165,7 @@ def test_linear_is_a_product_with_the_dequantized_weight(name: str, dtype: torch
 def test_activations_may_be_a_strided_view(name: str) -> None:
     scheme, kernels = scheme_by_name(name), Kernels.detect()
     weight = _weight(64, 48)
-    stored = {"weight": weight} if name == "none" else _stored(scheme, weight, (64,))
+    stored = {"weight": weight} if name == "none" else quantized(scheme, weight, (64,))
     for rows in (1, 3):
         x = torch.randn(48, rows, generator=torch.Generator().manual_seed(6)).bfloat16().t()
         found = scheme.linear(x, stored, (64,), None, kernels=kernels)
@@ -193,10 +179,10 @@ def test_runs_of_rows_can_be_quantized_one_by_one(name: str) -> None:
     if scheme.row_multiple == 0:  # the scale is taken over all rows: a run of its own has another
         assert name in OVER_ALL_ROWS
         return
-    whole = _stored(scheme, weight, (300,))
+    whole = quantized(scheme, weight, (300,))
     for start in range(0, 300, scheme.row_multiple):
         stop = min(300, start + scheme.row_multiple)
-        alone = _stored(scheme, weight[start:stop], (stop - start,))
+        alone = quantized(scheme, weight[start:stop], (stop - start,))
         first = start // scheme.row_multiple
         assert torch.equal(alone["weight"].float(), whole["weight"][start:stop].float())
         scales = whole["weight_scale"][first : first + alone["weight_scale"].shape[0]]
@@ -208,7 +194,7 @@ def test_runs_of_rows_can_be_quantized_one_by_one(name: str) -> None:
 def test_a_fault_in_the_weight_shows_in_its_row_of_the_product(name: str, fault: float) -> None:
     scheme, weight = scheme_by_name(name), _weight(140, 144)
     weight[135, 7] = fault
-    stored = _stored(scheme, weight, (140,))
+    stored = quantized(scheme, weight, (140,))
     for rows in (1, 8, 33):
         x = torch.ones(rows, 144, dtype=torch.bfloat16)
         for features in (CpuFeatures(native_bf16=False), CpuFeatures.detect()):
@@ -221,7 +207,7 @@ def test_a_bias_is_optional() -> None:
     kernels, weight, x = Kernels.detect(), _weight(135, 144), torch.randn(3, 144).bfloat16()
     for name in scheme_names():
         scheme = scheme_by_name(name)
-        stored = {"weight": weight} if name == "none" else _stored(scheme, weight, (130, 5))
+        stored = {"weight": weight} if name == "none" else quantized(scheme, weight, (130, 5))
         zeros = torch.zeros(135, dtype=x.dtype)
         without = scheme.linear(x, stored, (130, 5), None, kernels=kernels)
         assert torch.equal(without, scheme.linear(x, stored, (130, 5), zeros, kernels=kernels)), name
@@ -229,6 +215,6 @@ def test_a_bias_is_optional() -> None:
 
 def test_int8_with_float16_activations_does_not_overflow() -> None:
     scheme, sections = scheme_by_name("int8_per_channel"), (128,)
-    stored = _stored(scheme, torch.full((128, 256), 0.01).bfloat16(), sections)
+    stored = quantized(scheme, torch.full((128, 256), 0.01).bfloat16(), sections)
     x = torch.full((2, 256), 8.0, dtype=torch.float16)  # the true outputs are 256 * 8 * 0.01, about 20
     assert bool(scheme.linear(x, stored, sections, None, kernels=Kernels.detect()).isfinite().all())

@@ -255,6 +255,15 @@ def test_sizes_that_awq_cannot_have_are_told_for_every_weight(tmp_path: Path) ->
     )
 
 
+def test_a_plan_names_the_scheme_that_the_files_are_in(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    coded, shards = written(tmp_path, "gptq")[0], tmp_path / "shards"
+    assert cli.run(["save-shards", str(coded), "--out", str(shards), "--quiet"]) == 0
+    for model, words in ((coded, "on disk int4_per_group:asym"), (shards, "int4_per_group:asym")):
+        capfd.readouterr()
+        assert cli.run(["plan", str(model)]) == 0
+        assert f", bfloat16, quantization {words}, " in capfd.readouterr().out.splitlines()[0]
+
+
 @pytest.mark.parametrize("form", ["gptq", "awq"])
 def test_another_scheme_is_one_clear_refusal(tmp_path: Path, form: str) -> None:
     coded, _ = written(tmp_path, form)

@@ -27,7 +27,8 @@ from streaming.llm import LLM
 from streaming.one_layer import load_one_layer
 from streaming.options import LoadOptions
 from streaming.prepare import prepare
-from streaming.quantized_folder import Module, quantization_config
+from streaming.quantized_folder import quantization_config
+from streaming.quantized_modules import Module
 from tests.streaming.resident import resident_model, same_bits
 
 IDS = [3, 1, 4, 1, 5, 9]
