@@ -9,7 +9,7 @@ import torch
 from quant.scheme import Scheme
 from quant.sections import cut_rows
 
-STRIP_NBYTES = 16 << 20  # of wide numbers held beside the two forms, where the new scheme takes runs of rows
+STRIP_NBYTES = 4 << 20  # of float32 numbers held beside the two forms, and the same of their scales
 
 
 def requantize(
@@ -30,7 +30,7 @@ def requantize(
     A scheme whose scale spans the section gets all of it at once: so much is held wide for the moment.
     """
     multiple = target.row_multiple
-    step = rows if multiple == 0 else max(1, STRIP_NBYTES // (4 * max(1, in_features) * multiple)) * multiple
+    step = rows if multiple == 0 else _strip_rows(in_features, multiple=multiple)
     for start in range(0, rows, max(1, step)):
         stop = min(rows, start + step)
         run = (first + start, first + stop)
@@ -48,9 +48,18 @@ def _wide_rows(
     in_features: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Rows [start, stop), dequantized with those that share a block of scales with them."""
+    """Rows [start, stop) in `dtype`, dequantized in runs: in float32 no more than a strip is held, with its scales."""
     (start, stop), block = run, source.row_multiple or 1
-    begin, end = start // block * block, min(total, -(-stop // block) * block)
-    part = cut_rows(stored, rows=total, multiple=source.row_multiple, start=begin, stop=end)
-    wide = source.dequantize(part, (end - begin,), dtype=dtype, in_features=in_features)
-    return wide[start - begin : stop - begin]
+    wide = torch.empty(stop - start, in_features, dtype=dtype, device=stored["weight"].device)
+    for begin in range(start // block * block, stop, _strip_rows(in_features, multiple=block)):
+        end = min(total, begin + _strip_rows(in_features, multiple=block))
+        part = cut_rows(stored, rows=total, multiple=source.row_multiple, start=begin, stop=end)
+        numbers = source.dequantize(part, (end - begin,), dtype=dtype, in_features=in_features)
+        first, last = max(start, begin), min(stop, end)
+        wide[first - start : last - start] = numbers[first - begin : last - begin]
+    return wide
+
+
+def _strip_rows(in_features: int, *, multiple: int) -> int:
+    """Rows of a strip: whole runs of `multiple`, one at the least."""
+    return max(1, STRIP_NBYTES // (4 * max(1, in_features) * multiple)) * multiple

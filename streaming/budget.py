@@ -65,10 +65,19 @@ def make_budget(
             f"{format_size(budget.convert_nbytes)} for conversion, {format_size(cache_nbytes)} of KV cache"
             f"{f', {format_size(packed)} of packed copies' if packed else ''}"
             f"{f', {format_size(file_nbytes)} of files that the reader holds' if file_nbytes else ''}); "
-            "try --quantization, a smaller --window or a smaller --max-model-len"
-            f"{', or leave out --kernels fast' if packed else ''}"
+            f"{_ways_out(plan, budget)}{', or leave out --kernels fast' if packed else ''}"
         )
     return budget
+
+
+def _ways_out(plan: LoadPlan, budget: Budget) -> str:
+    """What would make it smaller."""
+    ways = ["a smaller --window", "a smaller --max-model-len"]
+    if budget.cache_nbytes > budget.kept_nbytes // 4:
+        ways.append("--kv-cache-dtype int8")
+    if not any(param.kept_as_stored for layer in plan.layers for param in layer.spec.params):
+        ways.insert(0, "--quantization")
+    return f"try {', '.join(ways[:-1])} or {ways[-1]}"
 
 
 def choose_window(plan: LoadPlan) -> int:

@@ -80,7 +80,9 @@ def _rounded(value: object) -> object:
 
 def summary_lines(summary: Summary) -> list[str]:
     """The summary for people, a fact per line."""
-    schemes = ", ".join(f"{count} in {name}" for name, count in summary.layers_by_scheme.items())
+    schemes = ", ".join(
+        f"{count} {'wide' if name == 'none' else f'in {name}'}" for name, count in summary.layers_by_scheme.items()
+    )
     made_up = summary.load_format == "dummy"
     dummy, files = (" (dummy: the weights are made up)", "") if made_up else ("", f"; {summary.load_format} files")
     lines = [

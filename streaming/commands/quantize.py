@@ -11,10 +11,10 @@ from pathlib import Path
 from streaming import cli
 from streaming.budget import Budget
 from streaming.commands.generate import make_progress, progress_hooks
+from streaming.commands.weights_only import check_weights_only
 from streaming.errors import OptionError
 from streaming.interrupts import interrupt_kept
 from streaming.new_folder import check_room
-from streaming.options import LoadOptions
 from streaming.prepare import Prepared, prepare
 from streaming.quantized_folder import FolderPlan, plan_folder
 from streaming.quantized_writer import check_out, layer_budget, write_folder
@@ -22,7 +22,6 @@ from streaming.sizes import format_size, parse_size
 from streaming.torch_import import import_torch
 
 MAX_SHARD = "5GB"
-_OF_RUNS = ("kv_cache_dtype", "activation_dtype", "kernels")  # no checkpoint holds what these say
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     """Plan, refuse what cannot be, write."""
     max_shard_nbytes = parse_size(options.max_shard_size, option="--max-shard-size")
     asked = cli.load_options(options)
-    _check_options(asked)
+    check_weights_only(asked, command="quantize")
     check_out(options.out)
     prepared = prepare(options.model, replace(asked, memory=None))  # of the model one layer is held, not the whole
     if options.out.resolve() == prepared.checkpoint.root.resolve():
@@ -48,16 +47,6 @@ def run(options: argparse.Namespace) -> int:
     _write(options, prepared, folder)
     _say(options, prepared, folder, budget)
     return 0
-
-
-def _check_options(asked: LoadOptions) -> None:
-    """Refuse what would not be in the checkpoint."""
-    for name in _OF_RUNS:
-        if (value := getattr(asked, name)) != LoadOptions.__dataclass_fields__[name].default:
-            raise OptionError(
-                f"--{name.replace('_', '-')} {value}: quantize writes weights, which this does not change; give it to "
-                "the command that runs the model"
-            )
 
 
 def _write(options: argparse.Namespace, prepared: Prepared, folder: FolderPlan) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from streaming import cli
 from streaming.commands.generate import make_progress, progress_hooks
+from streaming.commands.weights_only import check_weights_only
 from streaming.errors import OptionError
 from streaming.llm import LLM
 from streaming.new_folder import check_room
@@ -26,7 +27,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Load and write."""
-    prepared = prepare(options.model, cli.load_options(options))
+    asked = cli.load_options(options)
+    check_weights_only(asked, command="save-shards")
+    prepared = prepare(options.model, asked)
     if options.out.resolve() == prepared.checkpoint.root.resolve():
         raise OptionError(f"--out {options.out}: is the model's own folder")
     wanted = wanted_manifest(prepared)

@@ -119,15 +119,23 @@ def test_what_is_no_scale_is_one_clear_line_and_only_for_an_fp8_cache(
     assert prepare(str(folder), LoadOptions(kv_cache_dtype="int8")).kv_scales is None
 
 
-@pytest.mark.parametrize("cache", ["auto", "fp8", "int8"])
-def test_shards_hold_them_whatever_cache_they_were_saved_with(
-    with_scales: Callable[..., Path], tmp_path: Path, cache: str
-) -> None:
+def test_shards_hold_them(with_scales: Callable[..., Path], tmp_path: Path) -> None:
     folder, out = with_scales(**SCALES), tmp_path / "shards"
-    options = ["--quiet", "--kv-cache-dtype", cache]
-    assert cli.run(["save-shards", str(folder), "--out", str(out), *options]) == 0
+    assert cli.run(["save-shards", str(folder), "--out", str(out), "--quiet"]) == 0
     assert scales_of(out) == scales_of(folder)
     assert prepare(str(out), LoadOptions(kv_cache_dtype="int8")).kv_scales is None
+
+
+@pytest.mark.parametrize(
+    "option", [("--kv-cache-dtype", "int8"), ("--activation-dtype", "int8"), ("--kernels", "fast")]
+)
+def test_shards_hold_weights_and_refuse_what_would_not_be_in_them(
+    option: tuple[str, str], with_scales: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "shards"
+    assert cli.run(["save-shards", str(with_scales()), "--out", str(out), *option]) == 2
+    assert f"{option[0]} {option[1]}: save-shards writes weights" in capfd.readouterr().err
+    assert not out.exists()
 
 
 def test_scales_that_cannot_be_used_are_refused_where_the_shards_are_loaded_with_such_a_cache(
