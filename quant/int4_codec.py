@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from quant.errors import QuantError
-from quant.magnitudes import DEVICE_STRIP_NBYTES
+from quant.magnitudes import strips
 from quant.panels import Workspace
 from quant.row_codec import widened
 
@@ -45,7 +45,7 @@ def encode(
     A NaN or an infinity makes its group's scale NaN or infinite; a group of zeros has scale 1 and gives zeros.
     """
     workspace = Workspace()
-    for start, stop in _strips(weight):
+    for start, stop in strips(weight, nbytes=_STRIP_NBYTES):
         wide = widened(weight[start:stop], workspace)
         for columns, groups, size in group_spans(weight.shape[1], group_size):
             part = wide[:, columns].unflatten(1, (-1, size))
@@ -57,13 +57,6 @@ def encode(
                 _encode_asymmetric(part, scale, zero, largest=(1 << bits) - 1)
         offset = 1 << (bits - 1) if symmetric else 0
         _store(wide, out["weight"][start:stop], offset, bits=bits, workspace=workspace)
-
-
-def _strips(weight: torch.Tensor) -> list[tuple[int, int]]:
-    """Runs of rows: larger than other codecs', since what is done for each group is small and starting it is not."""
-    nbytes = _STRIP_NBYTES if weight.device.type == "cpu" else DEVICE_STRIP_NBYTES
-    size = max(1, nbytes // (4 * max(1, weight.shape[1])))
-    return [(row, min(weight.shape[0], row + size)) for row in range(0, weight.shape[0], size)]
 
 
 def _encode_symmetric(part: torch.Tensor, scale: torch.Tensor, *, middle: int) -> None:

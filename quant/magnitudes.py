@@ -21,9 +21,9 @@ DEVICE_STRIP_NBYTES = 16 << 20  # launches are few, and little is held beside th
 _BUCKETS = 1 << 16
 
 
-def strips(weight: torch.Tensor) -> list[tuple[int, int]]:
-    """Runs of rows whose float32 form fits the strip buffer; on a device, fits what may be held beside the result."""
-    nbytes = STRIP_NBYTES if weight.device.type == "cpu" else DEVICE_STRIP_NBYTES
+def strips(weight: torch.Tensor, *, nbytes: int = STRIP_NBYTES) -> list[tuple[int, int]]:
+    """Runs of rows whose float32 form has at most `nbytes`; on a device, fits what may be held beside the result."""
+    nbytes = nbytes if weight.device.type == "cpu" else DEVICE_STRIP_NBYTES
     size = max(1, nbytes // (4 * max(1, weight.shape[1])))
     return [(row, min(weight.shape[0], row + size)) for row in range(0, weight.shape[0], size)]
 

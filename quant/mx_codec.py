@@ -14,13 +14,12 @@ from math import inf
 import torch
 
 from quant import e2m1, e8m0, float8_codec
-from quant.magnitudes import tensor_magnitude
+from quant.magnitudes import strips, tensor_magnitude
 from quant.microscaling import MX_BLOCK, NV_BLOCK
 from quant.panels import Workspace
 
 E4M3_LARGEST_EXPONENT = 8  # of 448
-STRIP_NUMBERS = 1 << 17  # a strip's two float32 forms stay in the second-level cache
-DEVICE_STRIP_NUMBERS = 4 << 20  # launches are few, and little is held beside the result
+STRIP_NBYTES = 1 << 19  # of a strip in float32: two such forms stay in the second-level cache
 _MAGNITUDE = 0x7FFFFFFF
 
 
@@ -81,9 +80,7 @@ def _write_nibbles(magnitudes: torch.Tensor, signs: torch.Tensor, out: torch.Ten
 
 
 def _strips(weight: torch.Tensor) -> list[slice]:
-    numbers = STRIP_NUMBERS if weight.device.type == "cpu" else DEVICE_STRIP_NUMBERS
-    size = max(1, numbers // max(1, weight.shape[1]))
-    return [slice(row, min(weight.shape[0], row + size)) for row in range(0, weight.shape[0], size)]
+    return [slice(start, stop) for start, stop in strips(weight, nbytes=STRIP_NBYTES)]
 
 
 def _padded(part: torch.Tensor, block: int, workspace: Workspace) -> torch.Tensor:

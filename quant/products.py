@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from quant.float8 import BLOCK
+from quant.magnitudes import DEVICE_STRIP_NBYTES
 from quant.panel_bounds import LEAST_LIBRARY_NBYTES, LEAST_TURNED_NBYTES, ROW_MULTIPLE, panel_bounds, strip_bounds
 from quant.panels import Panel, RunPanels, Workspace
 
@@ -137,13 +139,9 @@ def on_device(
     multiplied, so that little is held beside the weight. `widen(start, stop)` gives float32 [stop - start, I], a run
     that begins with a scale block."""
     out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype, device=x.device)
-    size = max(1, DEVICE_STRIP_NBYTES // (4 * max(1, x.shape[-1]) * BLOCK_ROWS)) * BLOCK_ROWS
+    size = max(1, DEVICE_STRIP_NBYTES // (4 * max(1, x.shape[-1]) * BLOCK)) * BLOCK
     for start in range(0, weight.shape[0], size):
         stop = min(weight.shape[0], start + size)
         part = None if bias is None else bias[start:stop]
         out[..., start:stop] = F.linear(x, widen(start, stop).to(x.dtype), part)
     return out
-
-
-BLOCK_ROWS = 128  # whole scale blocks
-DEVICE_STRIP_NBYTES = 16 << 20

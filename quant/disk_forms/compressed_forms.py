@@ -60,8 +60,7 @@ class CodesOnDisk:
 
     def place(self, leaf: str, tensor: torch.Tensor, out: Stored) -> None:
         """Scales become float32, exactly; one for all rows becomes one for each where those are kept."""
-        target = out[leaf]
-        target.copy_(tensor.reshape(-1) if tensor.numel() == 1 else tensor.reshape(target.shape))
+        _place_one_or_each(tensor, out[leaf])
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,7 @@ class IntegersOnDisk:
         from quant.int4_codec import store_codes
 
         if leaf == "weight_scale":
-            target = out["weight_scale"]
-            target.copy_(tensor.reshape(-1) if tensor.numel() == 1 else tensor.reshape(target.shape))
+            _place_one_or_each(tensor, out["weight_scale"])
         elif leaf == "weight_zero_point":
             self._place_zeros(tensor, out["weight_zero_point"])
         elif leaf == "weight_g_idx":
@@ -135,8 +133,7 @@ class IntegersOnDisk:
 
     def _place_zeros(self, tensor: torch.Tensor, target: torch.Tensor) -> None:
         if self.zeros is not DType.I32:
-            zeros = self._unsigned(tensor, 0)
-            target.copy_(zeros.reshape(-1) if zeros.numel() == 1 else zeros.reshape(target.shape))
+            _place_one_or_each(self._unsigned(tensor, 0), target)
             return
         rows, groups = target.shape
         for start, stop in _strips(groups, rows):
@@ -198,6 +195,11 @@ class Fp4OnDisk:
     def place(self, leaf: str, tensor: torch.Tensor, out: Stored) -> None:
         """Of the global scale the reciprocal, rounded once; whatever else there is is kept as it is."""
         out["weight_global_scale"].copy_(tensor.reshape(1).double().reciprocal())
+
+
+def _place_one_or_each(tensor: torch.Tensor, target: torch.Tensor) -> None:
+    """One number for all that are kept, or one for each."""
+    target.copy_(tensor.reshape(-1) if tensor.numel() == 1 else tensor.reshape(target.shape))
 
 
 # --- codes

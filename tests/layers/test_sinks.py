@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -48,14 +46,7 @@ def test_attention_with_sinks_is_its_formula(
     torch.testing.assert_close(found.double(), by_formula(q, keys, values, sinks, window), rtol=1e-5, atol=2e-6)
 
 
-@pytest.fixture
-def _same_threads_afterwards() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("_same_threads_afterwards")
+@pytest.mark.usefixtures("same_threads_afterwards")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("count", "length", "window"), [(1, 1613, None), (201, 201, None), (67, 311, 90)])
 def test_bits_depend_neither_on_threads_nor_on_the_heads_that_are_computed_together(
@@ -93,7 +84,7 @@ def test_without_a_scale_it_is_that_of_the_width_and_a_great_sink_takes_all() ->
     assert not attend_with_sinks(q, keys, values, all_of_it, window=None, scale=None, kernels=KERNELS).any()
 
 
-@pytest.mark.usefixtures("_same_threads_afterwards")
+@pytest.mark.usefixtures("same_threads_afterwards")
 @pytest.mark.parametrize("shape", [(1, 40_001), (300, 77)])
 def test_the_clamped_activation_is_its_formula_for_any_number_of_threads(shape: tuple[int, int]) -> None:
     gate, up = torch.randn(shape[0], 2 * shape[1], generator=torch.Generator().manual_seed(2)).mul_(5).chunk(2, dim=-1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import tanh
 
 import pytest
@@ -53,14 +52,7 @@ def test_without_a_scale_it_is_that_of_the_width_and_half_precision_comes_back_a
     assert torch.equal(found, same)
 
 
-@pytest.fixture
-def _same_threads_afterwards() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("_same_threads_afterwards")
+@pytest.mark.usefixtures("same_threads_afterwards")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("count", "length", "window"), [(1, 1613, None), (201, 201, None), (67, 311, 90)])
 def test_bits_of_capped_attention_do_not_depend_on_the_number_of_threads(
@@ -79,7 +71,7 @@ def test_bits_of_capped_attention_do_not_depend_on_the_number_of_threads(
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-@pytest.mark.usefixtures("_same_threads_afterwards")
+@pytest.mark.usefixtures("same_threads_afterwards")
 @pytest.mark.parametrize("shape", [(1, 256_003), (9, 40_001), (300, 77)])
 def test_bits_of_capped_logits_do_not_depend_on_the_number_of_threads(shape: tuple[int, int]) -> None:
     logits = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 40

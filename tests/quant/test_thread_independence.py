@@ -29,11 +29,7 @@ DETECTED = CpuFeatures.detect()
 FEATURES = [CpuFeatures(native_bf16=False), *([DETECTED] if DETECTED.native_bf16 else [])]
 
 
-@pytest.fixture(autouse=True)
-def _same_threads_afterwards() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("same_threads_afterwards")
 
 
 @pytest.fixture(scope="module")
