@@ -158,7 +158,13 @@ class MxFp4:
 @dataclass(frozen=True)
 class NvFp4:
     """{"weight": uint8 [O, ceil(I / 2)] (E2M1 nibbles), "weight_scale": e4m3fn [O, ceil(I / 16)],
-    "weight_global_scale": float32 [sections]}."""
+    "weight_global_scale": float32 [sections]}.
+
+    number = code x scale x global scale; or, where that `divides` (as compressed-tensors has it), code x (scale /
+    global scale), the quotient rounded to float32.
+    """
+
+    divides: bool = False
 
     @property
     def name(self) -> str:
@@ -191,6 +197,8 @@ class NvFp4:
         from quant.mx_codec import encode_nvfp4
 
         encode_nvfp4(weight, out["weight_scale"], out["weight_global_scale"], out["weight"])
+        if self.divides:
+            out["weight_global_scale"].reciprocal_()
 
     def dequantize(
         self,
@@ -201,11 +209,15 @@ class NvFp4:
         in_features: int | None = None,
     ) -> torch.Tensor:
         """(code x scale), which is exact, x global scale, in float32, rounded once; `in_features` as for mxfp4."""
-        from quant.mx_codec import decode
+        from quant.mx_codec import decode, e4m3_numbers
 
         columns = 2 * stored["weight"].shape[1] if in_features is None else in_features
+        whole = for_each_row(stored["weight_global_scale"], sections).unsqueeze(1)
+        if self.divides:
+            scale = e4m3_numbers(stored["weight_scale"]).div_(whole)
+            return decode(stored["weight"], scale, block=NV_BLOCK, in_features=columns).to(dtype)
         wide = decode(stored["weight"], stored["weight_scale"], block=NV_BLOCK, in_features=columns)
-        return wide.mul_(for_each_row(stored["weight_global_scale"], sections).unsqueeze(1)).to(dtype)
+        return wide.mul_(whole).to(dtype)
 
     def linear(
         self,
@@ -220,4 +232,5 @@ class NvFp4:
         from quant.mx_strips import ScaledBlocks
 
         rows = for_each_row(stored["weight_global_scale"], sections)
+        rows = rows.reciprocal() if self.divides else rows
         return kernels.microscaled(x, ScaledBlocks(stored["weight"], stored["weight_scale"], NV_BLOCK, rows), bias)

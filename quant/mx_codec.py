@@ -111,10 +111,15 @@ def _blocks(wide: torch.Tensor, block: int) -> torch.Tensor:
 
 def decode(weight: torch.Tensor, scale: torch.Tensor, *, block: int, in_features: int) -> torch.Tensor:
     """float32 [..., I], code x scale: of e4m3fn weight [..., I] or uint8 [..., ceil(I / 2)] (E2M1 nibbles), and scale
-    [..., G] in e4m3fn or E8M0 (float8_e8m0fnu or uint8)."""
+    [..., G] in e4m3fn, E8M0 (float8_e8m0fnu or uint8) or float32."""
     numbers = e2m1.numbers(weight) if weight.dtype == torch.uint8 else weight.float()
-    scales = e4m3_numbers(scale) if scale.dtype == torch.float8_e4m3fn else e8m0.numbers(scale)
-    return multiply_blocks(numbers, scales, block=block)[..., :in_features]
+    return multiply_blocks(numbers, _scale_numbers(scale), block=block)[..., :in_features]
+
+
+def _scale_numbers(scale: torch.Tensor) -> torch.Tensor:
+    if scale.dtype == torch.float32:
+        return scale
+    return e4m3_numbers(scale) if scale.dtype == torch.float8_e4m3fn else e8m0.numbers(scale)
 
 
 def e4m3_numbers(codes: torch.Tensor) -> torch.Tensor:

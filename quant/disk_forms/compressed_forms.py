@@ -193,8 +193,8 @@ class Fp4OnDisk:
         return (*found, DiskTensor("weight_packed", codes, (DType.U8,), "weight", as_is=True))
 
     def place(self, leaf: str, tensor: torch.Tensor, out: Stored) -> None:
-        """Of the global scale the reciprocal, rounded once; whatever else there is is kept as it is."""
-        out["weight_global_scale"].copy_(tensor.reshape(1).double().reciprocal())
+        """Everything is kept as it is."""
+        out["weight_global_scale"].copy_(tensor.reshape(1))
 
 
 def _place_one_or_each(tensor: torch.Tensor, target: torch.Tensor) -> None:

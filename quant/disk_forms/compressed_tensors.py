@@ -189,7 +189,7 @@ def _kept_fp4(args: WeightArgs) -> MxFp4 | NvFp4:
     if args.bits == 4 and args.group_size == MX_BLOCK:
         return MxFp4()
     if args.bits == 4 and args.group_size == NV_BLOCK:
-        return NvFp4()
+        return NvFp4(divides=True)
     raise QuantError(
         f"packed floats of {args.bits} bits in groups of {args.group_size}: those of 4 bits in groups of {MX_BLOCK} "
         f"(mxfp4) and {NV_BLOCK} (nvfp4) can be read"

@@ -189,13 +189,14 @@ def test_what_the_library_compresses_is_read_as_the_library_reads_it(case: str, 
     assert torch.equal(wide(form, compressed, shape, dtype), expected)
 
 
+@pytest.mark.parametrize("divisor", [512.0, 300.0, 7.3])
 @pytest.mark.parametrize("name", ["mxfp4-pack-quantized", "nvfp4-pack-quantized", "mxfp8-quantized"])
-def test_small_floats_are_read_as_the_library_reads_them(name: str) -> None:
+def test_small_floats_are_read_as_the_library_reads_them(name: str, divisor: float) -> None:
     library = pytest.importorskip("compressed_tensors")
     weights, tensors = {
         "mxfp4-pack-quantized": (args(4, "float", "group", group_size=32), float4(torch.randn(8, 64), block=32)[0]),
         "nvfp4-pack-quantized": (
-            args(4, "float", "tensor_group", group_size=16), float4(torch.randn(8, 64), block=16, divisor=512.0)[0],
+            args(4, "float", "tensor_group", group_size=16), float4(torch.randn(8, 64), block=16, divisor=divisor)[0],
         ),
         "mxfp8-quantized": (
             args(8, "float", "group", group_size=32),
