@@ -25,6 +25,7 @@ from streaming.checkpoint.pickles import read_pickle_header
 from streaming.checkpoint.safetensors import read_safetensors_header
 from streaming.errors import StreamingError
 from tests.fuzz import other_parsers as other
+from tests.fuzz import quantization_parsers as quantization
 
 ALLOWED = (StreamingError, ModelConfigError)
 SPARE_NBYTES = 64 << 20
@@ -144,5 +145,7 @@ PARSERS: Mapping[str, Parser] = MappingProxyType(
         ),
         "npcache": Parser(".safetensors", (other.CACHE,), other.read_cache),
         "options": Parser(".txt", other.OPTIONS, other.read_options),
+        "stated_quantization": Parser(".json", _json(*quantization.CONFIGS), quantization.read_stated_quantization),
+        "quantization_rules": Parser(".json", _json(quantization.RULES), quantization.read_rules),
     }
 )
