@@ -69,9 +69,8 @@ def fill_shell(
                 tensors = {leaf: get_tensor(name).to(device) for leaf, name in coded[param.name, run].items()}
                 fill_run(stored, param, run, tensors)
         for section in range(len(param.sections)):
-            if param.forms and param.forms[param.run_at(section)] is not None:
-                continue
-            fill_section(stored, param, section, _rows(param, section, sources[param.name, section], get_tensor))
+            if param.form_at(section) is None:
+                fill_section(stored, param, section, _rows(param, section, sources[param.name, section], get_tensor))
         module = param.name.rpartition(".")[0]
         for stored_name, tensor in stored.items():
             model.assign(f"{module}.{stored_name}", tensor)
@@ -132,24 +131,15 @@ def _by_expert(
     """The names, with those of each expert in place of those of all of them, and what gives a tensor by such a name."""
     if not weight_map.experts:
         return names, get_tensor
-    made: dict[str, tuple[str, int]] = {}
-    found: list[str] = []
-    shapes = [tuple(get_tensor(name).shape) for name in names if is_fused(name, 3) and name.endswith(".down_proj")]
     interleaved = weight_map.fused_interleaved
     whole_of = lru_cache(maxsize=2)(get_tensor)  # codes and scales of one projection, asked for expert by expert
-    down = next((p for p in _by_name(specs).values() if p.name.endswith(".experts.down_proj.weight")), None)
-    if down is None:  # no layer is sparse
+    shapes = {name: tuple(get_tensor(name).shape) for name in names if may_be_fused(name)}
+    shapes = {name: shape for name, shape in shapes.items() if is_fused(name, len(shape))}
+    turned = lie_transposed(shapes, specs, usually=weight_map.fused_transposed)
+    if turned is None:  # no layer is sparse
         return names, get_tensor
-    turned = lie_transposed(
-        shapes, rows=down.section_rows[0], in_features=down.shape[1], usually=weight_map.fused_transposed
-    )
-    for name in names:
-        whole = get_tensor(name) if may_be_fused(name) else None
-        if whole is None or not is_fused(name, whole.dim()):
-            found.append(name)
-            continue
-        made.update({expert_name(name, expert): (name, expert) for expert in range(whole.shape[0])})
-        found += [expert_name(name, expert) for expert in range(whole.shape[0])]
+    made = {expert_name(name, e): (name, e) for name, shape in shapes.items() for e in range(shape[0])}
+    found = [name for name in names if name not in shapes]
 
     def get(name: str) -> torch.Tensor:
         if name not in made:
@@ -162,7 +152,7 @@ def _by_expert(
             part = torch.cat((part[0::2], part[1::2]))
         return part
 
-    return found, get
+    return [*found, *made], get
 
 
 def coded_sources(
@@ -241,8 +231,7 @@ def _share(sources: dict[tuple[str, int], Source]) -> None:
 def _missing(sources: Mapping[tuple[str, int], Source], params: Mapping[str, ParamSpec]) -> Iterable[str]:
     for param in params.values():
         for section, part in enumerate(param.sections):
-            coded = bool(param.forms) and param.forms[param.run_at(section)] is not None
-            if (param.name, section) not in sources and not coded:
+            if (param.name, section) not in sources and param.form_at(section) is None:
                 yield f"nothing fills {param.name}" + (f" (part {part.name})" if part.name else "")
 
 

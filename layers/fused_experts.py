@@ -11,6 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from layers.weights import LayerSpec
 
 EXPERTS = ".experts."
 LEAVES: Mapping[str, tuple[str, int]] = MappingProxyType({
@@ -62,12 +66,20 @@ def holds_gate_up(name: str) -> bool:
     return name.rpartition(".")[2].startswith("gate_up_proj")
 
 
-def lie_transposed(down_shapes: Iterable[tuple[int, ...]], *, rows: int, in_features: int, usually: bool) -> bool:
-    """Whether experts are stored [in, out]: as the family's files usually have them, unless every down projection of
-    all experts, which is to be [rows, in_features] and not square, has the other shape."""
-    shapes = {shape[1:] for shape in down_shapes}
+def lie_transposed(shapes: Mapping[str, tuple[int, ...]], specs: Iterable[LayerSpec], *, usually: bool) -> bool | None:
+    """Whether experts are stored [in, out], by the names and shapes of the tensors of all experts: as the family's
+    files usually have them, unless every down projection, which is not square, has the other shape than the layers'.
+
+    None where no layer is sparse.
+    """
+    params = (param for spec in specs for param in spec.params)
+    down = next((param for param in params if param.name.endswith(".experts.down_proj.weight")), None)
+    if down is None:
+        return None
+    rows, in_features = down.section_rows[0], down.shape[1]
+    found = {shape[1:] for name, shape in shapes.items() if name.endswith(".down_proj")}
     usual = (in_features, rows) if usually else (rows, in_features)
-    return usually if rows == in_features or shapes != {usual[::-1]} else not usually
+    return usually if rows == in_features or found != {usual[::-1]} else not usually
 
 
 def expert_name(name: str, expert: int) -> str:

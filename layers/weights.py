@@ -93,6 +93,10 @@ class ParamSpec:
         """The run that section `section` is in."""
         return bisect_right(self.run_starts, section) - 1
 
+    def form_at(self, section: int) -> DiskForm | None:
+        """The form on disk of the run that section `section` is in; None where it is wide."""
+        return self.forms[self.run_at(section)] if self.forms else None
+
     @cached_property
     def kept_as_stored(self) -> bool:
         """Whether what the checkpoint holds of it is kept, and not quantized anew."""

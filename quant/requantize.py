@@ -1,13 +1,15 @@
-"""From one stored form to another by way of wide numbers, a strip of rows at a time."""
+"""From one stored form to another by way of wide numbers, a strip of rows at a time. Imports torch when it works."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-import torch
+from typing import TYPE_CHECKING
 
 from quant.scheme import Scheme
 from quant.sections import cut_rows
+
+if TYPE_CHECKING:
+    import torch
 
 STRIP_NBYTES = 4 << 20  # of float32 numbers held beside the two forms, and the same of their scales
 
@@ -39,6 +41,13 @@ def requantize(
         target.quantize_into(wide, views)
 
 
+def strips_nbytes(source: Scheme, target: Scheme, in_features: int) -> int:
+    """The most that is held in strips where the new scheme takes runs of rows: wide ones, and the numbers and scales
+    that they are dequantized from."""
+    multiple = max(1, source.row_multiple, target.row_multiple)
+    return 3 * 4 * in_features * _strip_rows(in_features, multiple=multiple)
+
+
 def _wide_rows(
     source: Scheme,
     stored: Mapping[str, torch.Tensor],
@@ -49,6 +58,8 @@ def _wide_rows(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Rows [start, stop) in `dtype`, dequantized in runs: in float32 no more than a strip is held, with its scales."""
+    import torch
+
     (start, stop), block = run, source.row_multiple or 1
     wide = torch.empty(stop - start, in_features, dtype=dtype, device=stored["weight"].device)
     for begin in range(start // block * block, stop, _strip_rows(in_features, multiple=block)):

@@ -18,7 +18,7 @@ from streaming.plan import LayerPlan, LoadItem, LoadPlan
 from streaming.sizes import format_size
 
 DEFAULT_WINDOW_NBYTES = 128 << 20
-REQUANTIZED_STRIP_NBYTES = 16 << 20  # as quant.requantize takes them, which imports torch
+LEAST_STRIPS_NBYTES = 16 << 20  # set aside for the strips of a weight that is quantized anew
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,13 @@ def _arrival_nbytes(item: LoadItem) -> int:
         return 0
     rows = param.run_rows[param.run_at(item.section)]
     held = sum(spec.nbytes for spec in item.form.kept.storage((rows,), param.shape[1], wide=param.dtype).values())
-    strip = rows * param.shape[1] * param.dtype.itemsize
-    return held + (strip if param.scheme.row_multiple == 0 else min(strip, REQUANTIZED_STRIP_NBYTES))
+    wide = rows * param.shape[1] * param.dtype.itemsize
+    if param.scheme.row_multiple == 0:
+        return held + wide
+    from quant.requantize import strips_nbytes
+
+    strips = strips_nbytes(item.form.kept, param.scheme, param.shape[1])
+    return held + min(wide, max(LEAST_STRIPS_NBYTES, strips))
 
 
 def _wide_nbytes(item: LoadItem) -> int:

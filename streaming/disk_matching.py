@@ -17,6 +17,8 @@ from quant.disk_forms.form import (
     disk_tensors,
 )  # fmt: skip
 from quant.errors import QuantError
+from quant.float8 import FLOAT8_SCHEMES
+from quant.microscaling import MxFp8
 from quant.scheme import Scheme
 from quant.wide import Wide
 from streaming.checkpoint.tensors import TensorInfo
@@ -150,7 +152,7 @@ def _scheme_of(param: ParamSpec, forms: Sequence[DiskForm | None], *, excluded: 
 
 def _has_wide_origin(scheme: Scheme) -> bool:
     """Whether the wide numbers are near enough to what was quantized to be quantized another way: 8-bit floats are."""
-    return scheme.name.startswith(("fp8", "mxfp8"))
+    return isinstance(scheme, (*FLOAT8_SCHEMES, MxFp8))
 
 
 def _unlike_problems(found: _Found) -> dict[str, str]:

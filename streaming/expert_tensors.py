@@ -19,11 +19,13 @@ def by_expert(
 
     Their names are the experts' own; `TensorInfo.name` stays what it is in the file.
     """
-    fused = [name for name, info in tensors.items() if is_fused(name, len(info.shape)) and info.is_plain]
+    fused = {n: info.shape for n, info in tensors.items() if is_fused(n, len(info.shape)) and info.is_plain}
     if not fused:
         return tensors
-    transposed = _transposed(fused, tensors, specs, usually=usually_transposed)
-    found = {name: info for name, info in tensors.items() if name not in set(fused)}
+    transposed = lie_transposed(fused, specs, usually=usually_transposed)
+    if transposed is None:  # no layer is sparse: they will have no home
+        transposed = usually_transposed
+    found = {name: info for name, info in tensors.items() if name not in fused}
     for name in fused:
         whole = tensors[name]
         for expert in range(whole.shape[0]):
@@ -32,17 +34,6 @@ def by_expert(
                 part = replace(part, rope_heads=1)
             found[expert_name(name, expert)] = part
     return found
-
-
-def _transposed(
-    fused: Sequence[str], tensors: Mapping[str, TensorInfo], specs: Sequence[LayerSpec], *, usually: bool
-) -> bool:
-    params = (param for spec in specs for param in spec.params)
-    down = next((param for param in params if param.name.endswith(".experts.down_proj.weight")), None)
-    if down is None:  # no layer is sparse: they will have no home
-        return usually
-    shapes = [tensors[name].shape for name in fused if name.endswith(".down_proj")]
-    return lie_transposed(shapes, rows=down.section_rows[0], in_features=down.shape[1], usually=usually)
 
 
 def _part(whole: TensorInfo, expert: int, *, transposed: bool) -> TensorInfo:

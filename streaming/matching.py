@@ -263,7 +263,7 @@ def _place_homeless(
 def _group_size_of(target: Target, params: Mapping[str, ParamSpec], how: Matching) -> int | None:
     """Inputs that share a scale, 0 or less where all of a row do: by the weight's own form, else by the checkpoint."""
     param = params.get(f"{target.param.rpartition('.')[0]}.weight")
-    form = param.forms[param.run_at(target.first)] if param and param.forms and target.stop <= sum(param.runs) else None
+    form = param.form_at(target.first) if param and target.stop <= sum(param.runs) else None
     return form.kept.group_size if form is not None and isinstance(form.kept, IntPerGroup) else how.group_size
 
 

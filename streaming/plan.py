@@ -55,7 +55,7 @@ class LoadItem:
     @property
     def form(self) -> DiskForm:
         """The form on disk of the weight that this is a part of; only of items with a `leaf`."""
-        form = self.param.forms[self.param.run_at(self.section)]
+        form = self.param.form_at(self.section)
         assert form is not None
         return form
 
