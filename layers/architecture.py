@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from layers.model_config import HeadNorm, MLAConfig, MLPKind, ModelConfig, MoEConfig, Residual
-from layers.weights import LayerSpec, ParamKind, ParamSpec, Section
+from layers.weights import LayerSpec, ParamKind, ParamSpec, Section, Sharding, Split
 from quant.dtypes import DType
 from quant.scheme import Scheme
 
@@ -22,6 +22,10 @@ NORM_WEIGHT = "model.norm.weight"
 NORM_BIAS = "model.norm.bias"
 # The first layer adds the positions, so that the table is needed neither for nor before the embedding rows.
 POSITIONS_WEIGHT = "model.layers.0.embed_positions.weight"
+
+
+WHOLE, ROWS, COLUMNS = Sharding(Split.WHOLE), Sharding(Split.ROWS), Sharding(Split.COLUMNS)
+VOCABULARY = Sharding(Split.VOCABULARY)
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,10 @@ def layer_specs(
     """
     tied = config.tie_word_embeddings if tied is None else tied
     make = _Params(dtype, policy)
-    table = make.plain(EMBED_WEIGHT, (config.vocab_size, config.hidden_size), ParamKind.EMBEDDING)
-    head = make.linear(HEAD_WEIGHT, (Section("", config.vocab_size),), config.hidden_size, ParamKind.HEAD)
-    head_bias = (make.bias(HEAD_BIAS, (Section("", config.vocab_size),)),) if config.head_bias else ()
+    table = make.plain(EMBED_WEIGHT, (config.vocab_size, config.hidden_size), ParamKind.EMBEDDING, VOCABULARY)
+    whole = (Section("", config.vocab_size),)
+    head = make.linear(HEAD_WEIGHT, whole, config.hidden_size, ParamKind.HEAD, VOCABULARY)
+    head_bias = (make.bias(HEAD_BIAS, whole, VOCABULARY),) if config.head_bias else ()
     norm = tuple(_norm(make, config, "model", "norm"))
     blocks = [LayerSpec(f"layers.{index}", tuple(_block(config, index, make))) for index in range(config.num_layers)]
     if not tied:
@@ -98,28 +103,37 @@ class _Params:
         self._dtype = dtype
         self._policy = policy
 
-    def linear(self, name: str, sections: tuple[Section, ...], in_features: int, kind: ParamKind) -> ParamSpec:
-        return self._spec(name, (sum(section.rows for section in sections), in_features), sections, kind)
+    def linear(
+        self, name: str, sections: tuple[Section, ...], in_features: int, kind: ParamKind, sharding: Sharding
+    ) -> ParamSpec:
+        return self._spec(name, (sum(section.rows for section in sections), in_features), sections, kind, sharding)
 
-    def bias(self, name: str, sections: tuple[Section, ...]) -> ParamSpec:
-        return self._spec(name, (sum(section.rows for section in sections),), sections, ParamKind.BIAS)
+    def bias(self, name: str, sections: tuple[Section, ...], sharding: Sharding) -> ParamSpec:
+        return self._spec(name, (sum(section.rows for section in sections),), sections, ParamKind.BIAS, sharding)
 
-    def norm(self, name: str, size: int) -> ParamSpec:
-        return self.plain(name, (size,), ParamKind.NORM)
+    def norm(self, name: str, size: int, sharding: Sharding = WHOLE) -> ParamSpec:
+        return self.plain(name, (size,), ParamKind.NORM, sharding)
 
-    def listed_norm(self, name: str, sections: tuple[Section, ...]) -> ParamSpec:
-        return self._spec(name, (sum(section.rows for section in sections),), sections, ParamKind.NORM)
+    def listed_norm(self, name: str, sections: tuple[Section, ...], sharding: Sharding) -> ParamSpec:
+        return self._spec(name, (sum(section.rows for section in sections),), sections, ParamKind.NORM, sharding)
 
-    def plain(self, name: str, shape: tuple[int, ...], kind: ParamKind) -> ParamSpec:
-        return self._spec(name, shape, (Section("", shape[0]),), kind)
+    def plain(self, name: str, shape: tuple[int, ...], kind: ParamKind, sharding: Sharding = WHOLE) -> ParamSpec:
+        return self._spec(name, shape, (Section("", shape[0]),), kind, sharding)
 
     def float32(self, name: str, shape: tuple[int, ...], kind: ParamKind) -> ParamSpec:
         """Kept in float32, whatever the model's dtype."""
         return replace(self.plain(name, shape, kind), dtype=DType.F32)
 
-    def _spec(self, name: str, shape: tuple[int, ...], sections: tuple[Section, ...], kind: ParamKind) -> ParamSpec:
+    def _spec(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        sections: tuple[Section, ...],
+        kind: ParamKind,
+        sharding: Sharding,
+    ) -> ParamSpec:
         scheme = self._policy.scheme_for(kind.value, name)
-        return ParamSpec(name, shape, sections, kind, self._dtype, scheme)
+        return ParamSpec(name, shape, sections, kind, self._dtype, scheme, sharding=sharding)
 
 
 def _block(config: ModelConfig, index: int, make: _Params) -> Iterable[ParamSpec]:
@@ -147,19 +161,20 @@ def _norm(make: _Params, config: ModelConfig, prefix: str, name: str | None) -> 
         return
     yield make.norm(f"{prefix}.{name}.weight", config.hidden_size)
     if config.norm_bias:
-        yield make.bias(f"{prefix}.{name}.bias", (Section("", config.hidden_size),))
+        yield make.bias(f"{prefix}.{name}.bias", (Section("", config.hidden_size),), WHOLE)
 
 
 def _attention(make: _Params, config: ModelConfig, module: str) -> Iterable[ParamSpec]:
     qkv = (Section("q", config.q_rows), Section("k", config.kv_rows), Section("v", config.kv_rows))
-    yield from _linear(make, f"{module}.qkv_proj", qkv, config.hidden_size, bias=config.qkv_bias)
+    heads = Sharding(Split.ROWS, (config.num_heads, config.num_kv_heads, config.num_kv_heads))
+    yield from _linear(make, f"{module}.qkv_proj", qkv, config.hidden_size, heads, bias=config.qkv_bias)
     if config.qk_norm:
         yield _head_norm(make, config, f"{module}.q_norm.weight", config.num_heads)
         yield _head_norm(make, config, f"{module}.k_norm.weight", config.num_kv_heads)
     if config.attention_sinks:
-        yield make.plain(f"{module}.sinks", (config.num_heads,), ParamKind.SINK)
-    out = (Section("", config.hidden_size),)
-    yield from _linear(make, f"{module}.o_proj", out, config.q_rows, bias=config.o_bias)
+        yield make.plain(f"{module}.sinks", (config.num_heads,), ParamKind.SINK, _heads(config.num_heads))
+    out, mixed = (Section("", config.hidden_size),), Sharding(Split.COLUMNS, (config.num_heads,))
+    yield from _linear(make, f"{module}.o_proj", out, config.q_rows, mixed, bias=config.o_bias)
 
 
 def _latent_attention(make: _Params, config: ModelConfig, mla: MLAConfig, module: str) -> Iterable[ParamSpec]:
@@ -167,16 +182,17 @@ def _latent_attention(make: _Params, config: ModelConfig, mla: MLAConfig, module
     width, heads, bias = config.hidden_size, config.num_heads, config.qkv_bias
     queries = (Section("", heads * mla.qk_head_dim),)
     if mla.q_lora_rank is None:
-        yield from _linear(make, f"{module}.q_proj", queries, width, bias=False)
+        yield from _linear(make, f"{module}.q_proj", queries, width, _heads(heads), bias=False)
     else:
-        yield from _linear(make, f"{module}.q_a_proj", (Section("", mla.q_lora_rank),), width, bias=bias)
+        yield from _linear(make, f"{module}.q_a_proj", (Section("", mla.q_lora_rank),), width, WHOLE, bias=bias)
         yield make.norm(f"{module}.q_a_layernorm.weight", mla.q_lora_rank)
-        yield from _linear(make, f"{module}.q_b_proj", queries, mla.q_lora_rank, bias=False)
-    yield from _linear(make, f"{module}.kv_a_proj_with_mqa", (Section("", mla.latent_dim),), width, bias=bias)
+        yield from _linear(make, f"{module}.q_b_proj", queries, mla.q_lora_rank, _heads(heads), bias=False)
+    yield from _linear(make, f"{module}.kv_a_proj_with_mqa", (Section("", mla.latent_dim),), width, WHOLE, bias=bias)
     yield make.norm(f"{module}.kv_a_layernorm.weight", mla.kv_lora_rank)
     up = (heads * mla.up_head_dim, mla.kv_lora_rank)
-    yield make.plain(f"{module}.kv_b_proj.weight", up, ParamKind.ABSORBED)
-    yield from _linear(make, f"{module}.o_proj", (Section("", width),), heads * mla.v_head_dim, bias=config.o_bias)
+    yield make.plain(f"{module}.kv_b_proj.weight", up, ParamKind.ABSORBED, _heads(heads))
+    out, mixed = (Section("", width),), Sharding(Split.COLUMNS, (heads,))
+    yield from _linear(make, f"{module}.o_proj", out, heads * mla.v_head_dim, mixed, bias=config.o_bias)
 
 
 def _head_norm(make: _Params, config: ModelConfig, name: str, heads: int) -> ParamSpec:
@@ -184,22 +200,23 @@ def _head_norm(make: _Params, config: ModelConfig, name: str, heads: int) -> Par
         case HeadNorm.SHARED:
             return make.norm(name, config.head_dim)
         case HeadNorm.OWN:
-            return make.plain(name, (heads, config.head_dim), ParamKind.NORM)
+            return make.plain(name, (heads, config.head_dim), ParamKind.NORM, _heads(heads))
         case HeadNorm.LISTED:
-            return make.listed_norm(name, tuple(Section(str(head), config.head_dim) for head in range(heads)))
+            parts = tuple(Section(str(head), config.head_dim) for head in range(heads))
+            return make.listed_norm(name, parts, _heads(heads))
         case HeadNorm.WHOLE:
-            return make.norm(name, heads * config.head_dim)
+            return make.norm(name, heads * config.head_dim, _heads(heads))
 
 
 def _mlp(make: _Params, config: ModelConfig, module: str) -> Iterable[ParamSpec]:
     width, inner = config.hidden_size, config.intermediate_size
     if config.mlp is MLPKind.PLAIN:
-        yield from _linear(make, f"{module}.fc1", (Section("", inner),), width, bias=config.mlp_bias)
-        yield from _linear(make, f"{module}.fc2", (Section("", width),), inner, bias=config.mlp_bias)
+        yield from _linear(make, f"{module}.fc1", (Section("", inner),), width, ROWS, bias=config.mlp_bias)
+        yield from _linear(make, f"{module}.fc2", (Section("", width),), inner, COLUMNS, bias=config.mlp_bias)
         return
     gate_up = (Section("gate", inner), Section("up", inner))
-    yield from _linear(make, f"{module}.gate_up_proj", gate_up, width, bias=config.mlp_bias)
-    yield from _linear(make, f"{module}.down_proj", (Section("", width),), inner, bias=config.mlp_bias)
+    yield from _linear(make, f"{module}.gate_up_proj", gate_up, width, ROWS, bias=config.mlp_bias)
+    yield from _linear(make, f"{module}.down_proj", (Section("", width),), inner, COLUMNS, bias=config.mlp_bias)
 
 
 def _sparse_mlp(make: _Params, config: ModelConfig, moe: MoEConfig, module: str) -> Iterable[ParamSpec]:
@@ -212,25 +229,33 @@ def _sparse_mlp(make: _Params, config: ModelConfig, moe: MoEConfig, module: str)
         if moe.grouped.correction_bias:
             yield make.float32(f"{module}.gate.e_score_correction_bias", (moe.num_experts,), ParamKind.ROUTER)
     if moe.router_bias:
-        yield make.bias(f"{module}.gate.bias", (Section("", moe.num_experts),))
+        yield make.bias(f"{module}.gate.bias", (Section("", moe.num_experts),), WHOLE)
     if moe.shared_intermediate_size:
         shared = moe.shared_intermediate_size
         gate_up = (Section("gate", shared), Section("up", shared))
-        bias = config.mlp_bias
-        yield from _linear(make, f"{module}.shared_expert.gate_up_proj", gate_up, width, bias=bias)
-        yield from _linear(make, f"{module}.shared_expert.down_proj", (Section("", width),), shared, bias=bias)
+        bias, out = config.mlp_bias, (Section("", width),)
+        yield from _linear(make, f"{module}.shared_expert.gate_up_proj", gate_up, width, ROWS, bias=bias)
+        yield from _linear(make, f"{module}.shared_expert.down_proj", out, shared, COLUMNS, bias=bias)
         if moe.shared_gate:
             yield make.plain(f"{module}.shared_expert_gate.weight", (1, width), ParamKind.ROUTER)
     inner, experts = moe.intermediate_size, range(moe.num_experts)
+    rows, columns = (Sharding(split, experts=moe.num_experts) for split in (Split.ROWS, Split.COLUMNS))
     parts = tuple(Section(f"{expert} {part}", inner) for expert in experts for part in ("gate", "up"))
-    yield from _linear(make, f"{module}.experts.gate_up_proj", parts, width, bias=moe.expert_bias)
+    yield from _linear(make, f"{module}.experts.gate_up_proj", parts, width, rows, bias=moe.expert_bias)
     down = tuple(Section(str(expert), width) for expert in experts)
-    yield from _linear(make, f"{module}.experts.down_proj", down, inner, bias=moe.expert_bias)
+    yield from _linear(make, f"{module}.experts.down_proj", down, inner, columns, bias=moe.expert_bias)
+
+
+def _heads(count: int) -> Sharding:
+    """Rows that are so many heads."""
+    return Sharding(Split.ROWS, (count,))
 
 
 def _linear(
-    make: _Params, module: str, sections: tuple[Section, ...], in_features: int, *, bias: bool
+    make: _Params, module: str, sections: tuple[Section, ...], in_features: int, sharding: Sharding, *, bias: bool
 ) -> Iterable[ParamSpec]:
-    yield make.linear(f"{module}.weight", sections, in_features, ParamKind.LINEAR)
+    """A weight, and its bias: cut as the outputs are, or added once where those are parts of a sum."""
+    yield make.linear(f"{module}.weight", sections, in_features, ParamKind.LINEAR, sharding)
     if bias:
-        yield make.bias(f"{module}.bias", sections)
+        added = replace(sharding, split=Split.ONCE) if sharding.split is Split.COLUMNS else sharding
+        yield make.bias(f"{module}.bias", sections, added)

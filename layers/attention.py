@@ -1,7 +1,7 @@
 """Causal self-attention with grouped query heads, one sequence of the batch at a time.
 
 T tokens of the batch, n of a sequence, S of that sequence with its past; D hidden size, H query heads, G key/value
-heads, d head_dim.
+heads, d head_dim. With tensor parallelism H and G are those of this rank.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from layers.batch import Batch, BatchSequence
 from layers.causal_mask import causal_mask, first_reached, reached
 from layers.context import StepContext
 from layers.linear import QKVParallelLinear, RowParallelLinear, declare
+from layers.norm import shared_variances
+from layers.parallel import Group
 from layers.rotary import Ropes
 from layers.sinks import attend_with_sinks
 from layers.softcap import attend_capped
@@ -70,7 +72,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, batch: Batch, ropes: Ropes, ctx: StepContext) -> torch.Tensor:
         """x [T, D] -> [T, D]; each sequence's keys and values are appended to its cache."""
         q, k, v = self.qkv_proj(x, ctx)
-        q, k = self._normed(q, k)
+        q, k = self._normed(q, k, ctx)
         v = v.unflatten(-1, (-1, self.head_dim))
         rope = ropes.local if self.local else ropes.full
         if rope is not None:
@@ -111,14 +113,23 @@ class Attention(nn.Module):
             return attend(q, keys, values, window=window, scale=scale)
         return attend_capped(q, keys, values, window=window, scale=scale, cap=cap, kernels=ctx.kernels)
 
-    def _normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _normed(self, q: torch.Tensor, k: torch.Tensor, ctx: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys [T, rows] by heads: [T, H or G, d]."""
         if self.q_norm is not None and self.k_norm is not None and self.whole:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self._normed_whole(q, k, ctx.groups.tensor)
         q, k = q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None and not self.whole:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k
+
+    def _normed_whole(self, q: torch.Tensor, k: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        """All heads together, those of other ranks too."""
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        if group.size == 1:
+            return self.q_norm(q), self.k_norm(k)
+        of_q, of_k = shared_variances((q, k), group)
+        return self.q_norm(q, of_q), self.k_norm(k, of_k)
 
 
 def attend(

@@ -26,6 +26,7 @@ from layers.attention import Attention, Scores
 from layers.batch import Batch
 from layers.context import StepContext
 from layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from layers.expert_dispatch import expert_places
 from layers.first_input import LearnedPositions, first_input
 from layers.grouped_router import GroupedRouter
 from layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -36,7 +37,9 @@ from layers.moe import ExpertLinear, Experts, Router, SparseMLP
 from layers.norm import LayerNormPerHead, RMSNorm, make_norm
 from layers.rotary import Ropes, RotaryEmbedding
 from layers.softcap import soft_cap
-from layers.weights import LayerSpec, ParamSpec
+from layers.topology import Topology
+from layers.weights import LayerSpec, ParamKind, ParamSpec
+from quant.dtypes import to_torch
 
 
 class DecoderLayer(nn.Module):
@@ -69,7 +72,12 @@ class DecoderLayer(nn.Module):
         self.embed_positions = embed_positions
 
     def forward(self, hidden: torch.Tensor, batch: Batch, rope: Ropes, ctx: StepContext) -> torch.Tensor:
-        """hidden [T, D] -> [T, D]; the layer's keys and values are appended to the caches."""
+        """hidden [T, D] -> [T, D]; the layer's keys and values are appended to the caches.
+
+        Without tokens (this rank's replica has none in this step) only what other ranks need is done.
+        """
+        if not hidden.shape[0]:
+            return self._without_tokens(hidden, ctx)
         hidden = first_input(hidden, batch, scale=self.embed_scale, positions=self.embed_positions)
         normed = self._norm(self.places.before_attention, hidden)
         mixed = self._norm(self.places.after_attention, self.self_attn(normed, batch, rope, ctx))
@@ -78,6 +86,12 @@ class DecoderLayer(nn.Module):
         hidden = self._add(hidden, mixed)
         inner = self.mlp(self._norm(self.places.before_mlp, hidden), ctx)
         return self._add(hidden, self._norm(self.places.after_mlp, inner))
+
+    def _without_tokens(self, hidden: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        if not isinstance(self.mlp, SparseMLP):
+            return hidden
+        out: torch.Tensor = self.mlp(hidden, ctx)
+        return out
 
     def _norm(self, name: str | None, x: torch.Tensor) -> torch.Tensor:
         if name is None:
@@ -89,11 +103,24 @@ class DecoderLayer(nn.Module):
         return hidden + (change if self.residual_scale == 1.0 else change * self.residual_scale)
 
 
+class LayerElsewhere(nn.Module):
+    """Stands where a layer of another stage of the pipeline would, so that the others keep their names."""
+
+    def forward(self, *_: object) -> torch.Tensor:
+        """Raises RuntimeError."""
+        raise RuntimeError("this layer belongs to another stage of the pipeline")
+
+
 class Trunk(nn.Module):
-    """What checkpoints call `model`: the table, the layers, the last norm."""
+    """What checkpoints call `model`: the table, the layers, the last norm. Of a pipeline's stages only the first has a
+    table (and the last, where it is the head too), only the last a norm."""
 
     def __init__(
-        self, *, embed_tokens: VocabParallelEmbedding, layers: Sequence[DecoderLayer], norm: nn.Module
+        self,
+        *,
+        embed_tokens: VocabParallelEmbedding | None,
+        layers: Sequence[DecoderLayer | LayerElsewhere],
+        norm: nn.Module | None,
     ) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
@@ -102,11 +129,15 @@ class Trunk(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """A whole decoder. `lm_head` is None where the embedding table is the head."""
+    """A whole decoder, or what one of several ranks has of it. `lm_head` is None where the embedding table is the head.
+    `dtype` is the activations'."""
 
-    def __init__(self, config: ModelConfig, *, model: Trunk, lm_head: ParallelLMHead | None) -> None:
+    def __init__(
+        self, config: ModelConfig, *, model: Trunk, lm_head: ParallelLMHead | None, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.config = config
+        self.dtype = dtype
         self.model = model
         self.lm_head = lm_head
         self.rotary = None if config.rope is None else RotaryEmbedding(config.rope)
@@ -117,24 +148,26 @@ class DecoderModel(nn.Module):
         """The decoder layers; each is called with (hidden, batch, rope, ctx)."""
         return self.model.layers
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The activations' dtype, which is that of the norms."""
-        return self.model.norm.get_parameter("weight").dtype
-
     def embed(self, token_ids: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """token_ids [T] -> [T, D]. Needs the embedding table."""
+        assert self.model.embed_tokens is not None
         hidden: torch.Tensor = self.model.embed_tokens(token_ids, ctx)
         return hidden
 
     def rope(self, batch: Batch) -> Ropes:
         """The angles of this step, for every layer. Needs no parameter; asked for before `batch.advance()`."""
+        if not batch.sequences:
+            return Ropes(None, None)
         full = None if self.rotary is None else self.rotary(batch, dtype=self.dtype)
         local = None if self.local_rotary is None else self.local_rotary(batch, dtype=self.dtype)
         return Ropes(full, local)
 
     def head(self, hidden: torch.Tensor, ctx: StepContext) -> torch.Tensor:
-        """hidden [n, D] (only the rows that are asked for) -> float32 logits [n, V].
+        """hidden [n, D] (only the rows that are asked for) -> float32 logits [n, V]."""
+        return self.gather_logits(self.local_logits(hidden, ctx), ctx)
+
+    def local_logits(self, hidden: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """hidden [n, D] -> float32 [n, rows of the vocabulary that this rank has], as products. No collective.
 
         Rows of the head's parameters are awaited by `ctx.await_rows`, the last norm's included.
         """
@@ -142,11 +175,21 @@ class DecoderModel(nn.Module):
         ctx.await_rows(NORM_WEIGHT, config.hidden_size)
         if config.norm_bias:
             ctx.await_rows(NORM_BIAS, config.hidden_size)
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        logits = head.logits(self.model.norm(hidden), ctx)
+        assert self.model.norm is not None
+        return self._head.local_logits(self.model.norm(hidden), ctx)
+
+    def gather_logits(self, local: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """What all ranks have made with `local_logits` of the same rows -> float32 logits [n, V], on each of them."""
+        config, logits = self.config, self._head.rows.gather(local, ctx.groups.tensor)
         if config.logit_scale != 1.0:
             logits.mul_(config.logit_scale)
         return logits if config.logit_softcap is None else soft_cap(logits, cap=config.logit_softcap)
+
+    @property
+    def _head(self) -> VocabParallelEmbedding | ParallelLMHead:
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        assert head is not None
+        return head
 
     def forward(self, batch: Batch, ctx: StepContext, *, rows: Sequence[int] | None = None) -> torch.Tensor:
         """Every step at once: float32 logits [len(rows), V] of those rows of the batch (None: all T of them)."""
@@ -182,20 +225,33 @@ def stored_names(param: ParamSpec) -> tuple[str, ...]:
     return tuple(f"{module}.{stored}" for stored in param.storage())
 
 
-def build_shell(config: ModelConfig, specs: Sequence[LayerSpec]) -> DecoderModel:
-    """The model with every parameter on the meta device: names, shapes and dtypes are those of `specs`."""
+def build_shell(config: ModelConfig, specs: Sequence[LayerSpec], *, topology: Topology | None = None) -> DecoderModel:
+    """The model with every parameter on the meta device: names, shapes and dtypes are those of `specs`.
+
+    With a `topology` (None: one rank) they are its rank's own, of `layers.cuts.cut_specs`.
+    """
+    topology = topology or Topology()
     params = {param.name: param for spec in specs for param in spec.params}
+    table, head = params.get(EMBED_WEIGHT), params.get(HEAD_WEIGHT)
+    first, stop = topology.layers_of_stage(config.num_layers)
     trunk = Trunk(
-        embed_tokens=VocabParallelEmbedding(params[EMBED_WEIGHT]),
-        layers=[_layer(config, index, params) for index in range(config.num_layers)],
-        norm=_norm(config, params, "model.norm"),
+        embed_tokens=None if table is None else VocabParallelEmbedding(table),
+        layers=[
+            _layer(config, index, params, topology) if first <= index < stop else LayerElsewhere()
+            for index in range(config.num_layers)
+        ],
+        norm=_norm(config, params, "model.norm") if NORM_WEIGHT in params else None,
     )
-    head = params.get(HEAD_WEIGHT)
     lm_head = None if head is None else ParallelLMHead(head, params.get(HEAD_BIAS))
-    return DecoderModel(config, model=trunk, lm_head=lm_head)
+    return DecoderModel(config, model=trunk, lm_head=lm_head, dtype=_activations_dtype(params))
 
 
-def _layer(config: ModelConfig, index: int, params: Mapping[str, ParamSpec]) -> DecoderLayer:
+def _activations_dtype(params: Mapping[str, ParamSpec]) -> torch.dtype:
+    """That of the norms."""
+    return to_torch(next(param.dtype for param in params.values() if param.kind is ParamKind.NORM))
+
+
+def _layer(config: ModelConfig, index: int, params: Mapping[str, ParamSpec], topology: Topology) -> DecoderLayer:
     prefix, places = f"model.layers.{index}", NORM_PLACES[config.residual]
     names = [name for name in astuple(places) if name is not None]
     table = params.get(POSITIONS_WEIGHT) if index == 0 else None
@@ -204,7 +260,7 @@ def _layer(config: ModelConfig, index: int, params: Mapping[str, ParamSpec]) -> 
         places=places,
         parallel=config.residual is Residual.PARALLEL,
         self_attn=_attention(config, index, params) if config.mla is None else _latent(config, index, params),
-        mlp=_feed_forward(config, index, params),
+        mlp=_feed_forward(config, index, params, topology),
         residual_scale=config.residual_scale,
         embed_scale=config.embed_scale if index == 0 else None,
         embed_positions=None if table is None else LearnedPositions(table),
@@ -252,20 +308,25 @@ def _latent(config: ModelConfig, index: int, params: Mapping[str, ParamSpec]) ->
     )
 
 
-def _feed_forward(config: ModelConfig, index: int, params: Mapping[str, ParamSpec]) -> GatedMLP | PlainMLP | SparseMLP:
+def _feed_forward(
+    config: ModelConfig, index: int, params: Mapping[str, ParamSpec], topology: Topology
+) -> GatedMLP | PlainMLP | SparseMLP:
     module, moe = f"model.layers.{index}.mlp", config.moe
     if moe is None or not moe.sparse[index]:
         return _mlp(config, params, module)
     shared = _mlp(config, params, f"{module}.shared_expert") if moe.shared_intermediate_size else None
     assert not isinstance(shared, PlainMLP)
     gate_up, down = (_weight_and_bias(params, f"{module}.experts.{name}") for name in ("gate_up_proj", "down_proj"))
+    places = expert_places(topology, moe.num_experts) if topology.expert > 1 else None
+    held = moe.num_experts if places is None else len(places.held[topology.expert_rank])
     return SparseMLP(
         gate=_router(moe, params, f"{module}.gate"),
         experts=Experts(
-            gate_up_proj=ExpertLinear(*gate_up, experts=moe.num_experts),
-            down_proj=ExpertLinear(*down, experts=moe.num_experts),
+            gate_up_proj=ExpertLinear(*gate_up, experts=held),
+            down_proj=ExpertLinear(*down, experts=held),
             activation=config.hidden_act,
             clamped=moe.clamped,
+            places=places,
         ),
         shared_expert=shared,
         shared_expert_gate=params.get(f"{module}.shared_expert_gate.weight"),

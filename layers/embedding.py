@@ -1,15 +1,23 @@
-"""The two ends of the decoder: token ids to vectors, and vectors to logits. V vocabulary, D hidden size."""
+"""The two ends of the decoder: token ids to vectors, and vectors to logits. V vocabulary, D hidden size.
+
+With tensor parallelism each rank has a run of the vocabulary's rows: P, a multiple of 64, on all ranks but the last of
+those that have any. A token's vector comes from the rank that has its row; logits are gathered from all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from layers.context import StepContext
+from layers.cuts import vocabulary_rows
 from layers.linear import declare, stored_rows
+from layers.parallel import Group
+from layers.topology import Topology
 from layers.weights import ParamSpec
 from quant.scheme import Scheme
 from quant.sections import rows_at_once
@@ -21,6 +29,48 @@ from quant.wide import Wide
 CHUNK_ROWS = 8192
 
 
+@dataclass(frozen=True)
+class VocabularyRows:
+    """Which of the `total` rows of a table a rank has: `count` from `first` on, perhaps none. `is_cut`: whether there
+    are other ranks."""
+
+    total: int
+    first: int
+    count: int
+    is_cut: bool
+
+    def embed(self, token_ids: torch.Tensor, table: torch.Tensor, group: Group) -> torch.Tensor:
+        """Token ids [T] of the whole vocabulary and the table [count, D] of these rows -> [T, D]."""
+        if not self.is_cut:
+            return functional.embedding(token_ids, table)
+        if not token_ids.shape[0]:
+            return table.new_zeros(0, table.shape[1])
+        own = token_ids - self.first
+        elsewhere = (own < 0) | (own >= self.count)
+        if self.count:
+            part = functional.embedding(own.masked_fill(elsewhere, 0), table).masked_fill_(elsewhere[:, None], 0)
+        else:
+            part = table.new_zeros(token_ids.shape[0], table.shape[1])
+        return group.all_reduce(part)
+
+    def gather(self, logits: torch.Tensor, group: Group) -> torch.Tensor:
+        """Logits [n, count] of these rows -> [n, V], of all ranks' rows. All ranks ask for the same n."""
+        if not self.is_cut:
+            return logits
+        if not logits.shape[0]:
+            return logits.new_zeros(0, self.total)
+        padding = vocabulary_rows(self.total, Topology(tensor=group.size)) - self.count
+        padded = functional.pad(logits, (0, padding), value=float("-inf"))
+        return torch.cat(group.all_gather(padded), dim=-1)[:, : self.total]
+
+
+def rows_of(weight: ParamSpec) -> VocabularyRows:
+    """The rows of the vocabulary that a table or head has."""
+    if weight.cut is None:
+        return VocabularyRows(weight.shape[0], 0, weight.shape[0], is_cut=False)
+    return VocabularyRows(weight.cut.whole.shape[0], weight.cut.parts[0].start, weight.shape[0], is_cut=True)
+
+
 class VocabParallelEmbedding(nn.Module):
     """The embedding table, wide. A tied model's head reads it too."""
 
@@ -28,14 +78,15 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         declare(self, weight)
         self.param_name = weight.name
+        self.rows = rows_of(weight)
 
     def forward(self, token_ids: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """token_ids [T] -> [T, D]. Ids must lie in [0, V)."""
         ctx.check()
-        return functional.embedding(token_ids, self.get_parameter("weight"))
+        return self.rows.embed(token_ids, self.get_parameter("weight"), ctx.groups.tensor)
 
-    def logits(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
-        """The tied head: x [n, D] -> float32 [n, V]."""
+    def local_logits(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """The tied head: x [n, D] -> float32 logits of this rank's rows."""
         return project(x, {"weight": self.get_parameter("weight")}, param=self.param_name, scheme=Wide(), ctx=ctx)
 
 
@@ -50,18 +101,20 @@ class ParallelLMHead(nn.Module):
         self._bias_name = None if bias is None else bias.name
         self.scheme = weight.scheme
         self.param_name = weight.name
+        self.rows = rows_of(weight)
         self._stored_names = tuple(weight.storage())
 
     def stored(self) -> dict[str, torch.Tensor]:
         """The weight's stored tensors by name."""
         return {name: self.get_parameter(name) for name in self._stored_names}
 
-    def logits(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
-        """x [n, D] -> float32 [n, V]."""
+    def local_logits(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """x [n, D] -> float32 logits of this rank's rows."""
         bias = None
         if self._bias_name is not None:
             bias = self.get_parameter("bias")
-            ctx.await_rows(self._bias_name, bias.shape[0])
+            if bias.shape[0]:
+                ctx.await_rows(self._bias_name, bias.shape[0])
         return project(x, self.stored(), bias, param=self.param_name, scheme=self.scheme, ctx=ctx)
 
 

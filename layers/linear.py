@@ -1,6 +1,7 @@
 """Linear layers that hold a weight in its stored form and leave the matmul to the weight's scheme.
 
-At tensor-parallel size 1 all are the same matmul; they differ in how their output is cut into parts.
+All are the same matmul. They differ in how their output is cut into parts, and in what the ranks that share a layer
+(tensor parallelism) do with it: outputs stay where they are, products of cut inputs are added.
 T rows of activations, O output features, I input features.
 """
 
@@ -80,11 +81,25 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """A projection back to the hidden size."""
+    """A projection back to the hidden size. Where its inputs are cut over ranks, each has a part of the sum; the bias,
+    if any, is with the first of them alone."""
+
+    def __init__(self, weight: ParamSpec, bias: ParamSpec | None = None) -> None:
+        super().__init__(weight, bias)
+        self.is_part = is_part_of_sum(weight)
 
     def forward(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
-        """x [T, I] -> [T, O]."""
-        return self.product(x, ctx)
+        """x [T, I], this rank's inputs -> [T, O], the sum over all ranks."""
+        return self.summed(self.product(x, ctx), ctx)
+
+    def summed(self, product: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """The sum of all ranks' products [T, O]."""
+        return ctx.groups.tensor.all_reduce(product) if self.is_part else product
+
+
+def is_part_of_sum(weight: ParamSpec) -> bool:
+    """Whether products with this weight are one rank's part of a sum: it has some of the columns."""
+    return weight.cut is not None and weight.cut.columns is not None
 
 
 def declare(module: nn.Module, spec: ParamSpec) -> None:

@@ -33,9 +33,12 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """x [T, D] -> [T, D]."""
+        return self.down_proj.summed(self.product(x, ctx), ctx)
+
+    def product(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """x [T, D] -> [T, D], without the other ranks' parts of the sum."""
         gate, up = self.gate_up_proj(x, ctx)  # [T, I] each
-        out: torch.Tensor = self.down_proj(gated(gate, up, activation=self._act), ctx)
-        return out
+        return self.down_proj.product(gated(gate, up, activation=self._act), ctx)
 
 
 class PlainMLP(nn.Module):

@@ -3,6 +3,9 @@
 T tokens, D hidden size, E experts, k experts for each token, I an expert's intermediate size. The experts of a layer
 are two parameters, whose sections are the experts' own: gate_up_proj [E * 2I, D] (gate and up of expert 0, of expert 1,
 ...), down_proj [E * D, I]. Every scheme treats each section by itself, so an expert is read and quantized alone.
+
+With several ranks an expert is cut like a dense layer (tensor parallelism), or each rank has some of them whole (expert
+parallelism, layers.expert_dispatch).
 """
 
 from __future__ import annotations
@@ -13,11 +16,14 @@ import torch
 from torch import nn
 
 from layers.context import StepContext
+from layers.expert_dispatch import ExpertPlaces, dispatched
+from layers.expert_rows import ExpertRows, by_expert, grouped_product, is_grouped, rows_at_once, weighed
 from layers.grouped_router import GroupedRouter
-from layers.linear import declare
+from layers.linear import declare, is_part_of_sum
 from layers.mlp import ACTIVATIONS, GatedMLP, clamped_gated, gated
 from layers.model_config import ClampedSwiGLU, MoEConfig
 from layers.weights import ParamSpec
+from quant.dtypes import to_torch
 
 
 class Router(nn.Module):
@@ -53,6 +59,10 @@ class ExpertLinear(nn.Module):
         if bias is not None:
             declare(self, bias)
         self._has_bias = bias is not None
+        self.name = weight.name
+        self.experts, self.in_features, self.dtype = experts, weight.shape[1], to_torch(weight.dtype)
+        self.is_wide = weight.scheme.name == "none"
+        self.is_part = is_part_of_sum(weight)
         self._scheme, self._names = weight.scheme, tuple(weight.storage())
         parts = len(weight.sections) // experts
         self.sections = weight.section_rows[:parts]  # one expert's; all have the same
@@ -67,6 +77,11 @@ class ExpertLinear(nn.Module):
         bias = self.get_parameter("bias").narrow(0, expert * rows, rows) if self._has_bias else None
         return self._scheme.linear(x, self.stored(expert), self._kept, bias, kernels=ctx.kernels)
 
+    def grouped(self, rows: torch.Tensor, order: ExpertRows) -> torch.Tensor:
+        """Of a wide weight: rows [R, I] in the order of their experts, through those -> [R, an expert's rows]."""
+        bias = self.get_parameter("bias") if self._has_bias else None
+        return grouped_product(rows, self.get_parameter("weight"), bias, order=order)
+
     def stored(self, expert: int) -> dict[str, torch.Tensor]:
         """Views of what is stored for one expert."""
         tensors = {name: self.get_parameter(name) for name in self._names}
@@ -76,7 +91,7 @@ class ExpertLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """All experts of a layer."""
+    """The experts of a layer: all of them, or with `places` those that a rank has of what the ranks have together."""
 
     def __init__(
         self,
@@ -85,8 +100,10 @@ class Experts(nn.Module):
         down_proj: ExpertLinear,
         activation: str,
         clamped: ClampedSwiGLU | None = None,
+        places: ExpertPlaces | None = None,
     ) -> None:
         super().__init__()
+        self.places = places
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
         self._act = ACTIVATIONS[activation]
@@ -94,13 +111,76 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """x [T, D], weights (x's dtype or float32) and chosen [T, k] -> [T, D]: what experts give, summed in the order
-        of their numbers."""
+        of their numbers. With `places` those of all ranks, each of which takes part, without tokens too; else this
+        rank's part of a sum where `is_part`."""
+        if self.places is not None:
+
+            def apply(rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+                return self._own(rows, experts, ctx)
+
+            return dispatched(x, weights, chosen, places=self.places, groups=ctx.groups, apply=apply)
+        self._await(chosen, ctx)
+        return self.grouped(x, weights, chosen) if self._is_grouped(x, ctx) else self._looped(x, weights, chosen, ctx)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether each rank has a part of every expert, so that their results are to be added over the ranks."""
+        return self.down_proj.is_part
+
+    def grouped(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """x [T, D], weights and chosen [T, k] -> [T, D], with wide weights: all experts at once, no loop over them."""
+        step = max(1, self._rows_at_once(x) // chosen.shape[1])
+        parts = []
+        for some, shares, picked in zip(x.split(step), weights.split(step), chosen.split(step), strict=True):
+            results = self._all_at_once(some.repeat_interleave(picked.shape[1], 0), picked.flatten())
+            parts.append(weighed(results.view(*picked.shape, -1), shares, picked))
+        return torch.cat(parts)
+
+    def _looped(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         out = torch.zeros_like(x)
         for expert, tokens, places in routed(chosen):
-            gate, up = self.gate_up_proj.product(x[tokens], expert, ctx).split(list(self.gate_up_proj.sections), dim=-1)
-            made = self.down_proj.product(self._gated(gate, up), expert, ctx) * weights[tokens, places].unsqueeze(1)
+            made = self._product(x[tokens], expert, ctx) * weights[tokens, places].unsqueeze(1)
             out.index_add_(0, tokens, made.to(x.dtype))
         return out
+
+    def _own(self, rows: torch.Tensor, experts: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """Rows [R, D] that came here, each for one of this rank's experts [R] -> [R, D]."""
+        self._await(experts, ctx)
+        if self._is_grouped(rows, ctx):
+            step = self._rows_at_once(rows)
+            pairs = zip(rows.split(step), experts.split(step), strict=True)
+            return torch.cat([self._all_at_once(*pair) for pair in pairs])
+        out = torch.empty_like(rows)
+        for expert, tokens, _ in routed(experts.unsqueeze(1)):
+            out[tokens] = self._product(rows[tokens], expert, ctx)
+        return out
+
+    def _await(self, experts: torch.Tensor, ctx: StepContext) -> None:
+        """Wait until these experts are there."""
+        if ctx.await_experts is not None:
+            ctx.await_experts(self.gate_up_proj.name, experts.unique().tolist())
+
+    def _is_grouped(self, x: torch.Tensor, ctx: StepContext) -> bool:
+        up, down = self.gate_up_proj, self.down_proj
+        sizes = (up.in_features, sum(up.sections), down.in_features, *down.sections)
+        wide = up.is_wide and down.is_wide
+        return wide and is_grouped(x, sizes, dtype=up.dtype, kernels=ctx.kernels)
+
+    def _rows_at_once(self, x: torch.Tensor) -> int:
+        return rows_at_once(max(x.shape[1], sum(self.gate_up_proj.sections)), itemsize=x.element_size())
+
+    def _all_at_once(self, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Rows [R, D], each through its expert of [R] -> [R, D]."""
+        order = by_expert(experts, count=self.gate_up_proj.experts)
+        gate, up = self.gate_up_proj.grouped(rows[order.order], order).split(list(self.gate_up_proj.sections), dim=-1)
+        out = torch.empty_like(rows)
+        out[order.order] = self.down_proj.grouped(self._gated(gate, up), order)
+        return out
+
+    def _product(self, x: torch.Tensor, expert: int, ctx: StepContext) -> torch.Tensor:
+        """x [n, D] through one expert: [n, D]."""
+        gate, up = self.gate_up_proj.product(x, expert, ctx).split(list(self.gate_up_proj.sections), dim=-1)
+        return self.down_proj.product(self._gated(gate, up), expert, ctx)
 
     def _gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         if self._clamped is None:
@@ -127,13 +207,26 @@ class SparseMLP(nn.Module):
         self.shared_expert_gate = None if shared_expert_gate is None else SharedGate(shared_expert_gate)
 
     def forward(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
-        """x [T, D] -> [T, D]."""
+        """x [T, D] -> [T, D]. Without tokens of its own a rank still computes others' with its experts."""
+        if not x.shape[0]:
+            return self._without_tokens(x, ctx)
         weights, chosen = self.gate(x, ctx)
         out: torch.Tensor = self.experts(x, weights, chosen, ctx)
         if self.shared_expert is None:
-            return out
-        shared: torch.Tensor = self.shared_expert(x, ctx)
-        return out + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x, ctx) * shared)
+            return ctx.groups.tensor.all_reduce(out) if self.experts.is_part else out
+        if self.experts.is_part:  # and so is the shared expert: one sum for both
+            return ctx.groups.tensor.all_reduce(out + self._shared(self.shared_expert.product(x, ctx), x, ctx))
+        return out + self._shared(self.shared_expert(x, ctx), x, ctx)
+
+    def _shared(self, made: torch.Tensor, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """What the shared expert gives, times its gate."""
+        return made if self.shared_expert_gate is None else self.shared_expert_gate(x, ctx) * made
+
+    def _without_tokens(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        if self.experts.places is None:
+            return x
+        out: torch.Tensor = self.experts(x, x.new_empty(0, 1), x.new_empty(0, 1, dtype=torch.int64), ctx)
+        return out
 
 
 class SharedGate(nn.Module):

@@ -5,12 +5,15 @@ Root-mean-square: Zhang and Sennrich 2019, arXiv:1910.07467. Layer norm: Ba et a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.nn import functional
 
 from layers.linear import declare
 from layers.model_config import NormKind
+from layers.parallel import Group
 from layers.weights import ParamSpec
 
 
@@ -23,10 +26,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.kind = kind
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., D] -> the same shape and dtype."""
+    def forward(self, x: torch.Tensor, variance: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., D] -> the same shape and dtype. `variance`: float32 means of squares [..., 1] that are not those of x
+        alone (see `shared_variances`)."""
         wide, weight = x.to(torch.float32), self.get_parameter("weight")
-        variance = wide.pow(2).mean(-1, keepdim=True)
+        if variance is None:
+            variance = mean_square(wide)
         normed = wide * torch.rsqrt(variance + self.eps)
         if self.kind is NormKind.RMS_PLUS_ONE:
             return (normed * (1.0 + weight.float())).to(x.dtype)
@@ -62,6 +67,22 @@ class LayerNormPerHead(nn.Module):
         """x [T, heads, head_dim] -> the same shape and dtype."""
         normed = functional.layer_norm(x.float(), x.shape[-1:], None, None, self.eps)
         return (normed * self.get_parameter("weight").float().view(x.shape[-2:])).to(x.dtype)
+
+
+def mean_square(wide: torch.Tensor) -> torch.Tensor:
+    """The mean of the squares of float32 numbers [..., D]: [..., 1]."""
+    return wide.pow(2).mean(-1, keepdim=True)
+
+
+def shared_variances(parts: Sequence[torch.Tensor], group: Group) -> tuple[torch.Tensor, ...]:
+    """Means of squares over whole vectors of which each rank of the group has a part: of each of `parts` [T, D], which
+    are of one length on all ranks, float32 [T, 1].
+
+    What several ranks have alike counts as often in the sum as in what it is divided by.
+    """
+    own = torch.cat([mean_square(part.float()) for part in parts], dim=-1)
+    shared = group.all_reduce(own) / group.size
+    return tuple(shared[:, index : index + 1] for index in range(len(parts)))
 
 
 def make_norm(weight: ParamSpec, bias: ParamSpec | None, *, kind: NormKind, eps: float) -> nn.Module:

@@ -21,6 +21,7 @@ from layers.fused_experts import ExpertRule
 from quant.disk_forms.form import DiskForm
 from quant.dtypes import DType
 from quant.scheme import Scheme, StoredSpec
+from quant.shared_scales import SectionCut
 
 
 class ParamKind(Enum):
@@ -40,6 +41,69 @@ class ParamKind(Enum):
     def has_scheme(self) -> bool:
         """Whether such a weight is kept and multiplied by its scheme, "none" too; others are plain wide tensors."""
         return self in (ParamKind.LINEAR, ParamKind.HEAD)
+
+
+class Split(Enum):
+    """How a parameter is cut over the ranks that share a layer (tensor parallelism)."""
+
+    WHOLE = "whole"  # on every rank: norms, routers, down-projections to latents
+    ROWS = "rows"  # outputs, each section by itself: column-parallel weights and what goes with their outputs
+    COLUMNS = "columns"  # inputs: row-parallel weights, whose products are parts of a sum
+    ONCE = "once"  # whole on the first rank alone: what is added to such a sum
+    VOCABULARY = "vocabulary"  # rows, padded to a multiple of 64 for each rank: embedding table and head
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a parameter is cut, as data. `units`: how many heads each section is (rows are cut between heads; where a
+    section has fewer heads than there are ranks, each head is on several ranks); () where any row may begin a part.
+    `experts`: how many experts the sections are of; with expert parallelism they go to ranks whole, and `split` is for
+    tensor parallelism alone."""
+
+    split: Split = Split.WHOLE
+    units: tuple[int, ...] = ()
+    experts: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows [start, stop) of a section of the uncut parameter: what one section of a rank's own is."""
+
+    section: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class ParamCut:
+    """What of the uncut parameter `whole` a rank has: for each of its own sections a part, and of all of those the
+    columns [first, stop) (None: all). The edges are where any rank's part begins or ends: of rows for each part."""
+
+    whole: ParamSpec
+    parts: tuple[Part, ...]
+    columns: tuple[int, int] | None = None
+    row_edges: tuple[tuple[int, ...], ...] = ()
+    column_edges: tuple[int, ...] = ()
+
+    @cached_property
+    def is_within(self) -> bool:
+        """Whether sections, or rows, are cut: else the rank has whole sections."""
+        rows = self.whole.section_rows
+        parts = any((part.start, part.stop) != (0, rows[part.section]) for part in self.parts)
+        return self.columns is not None or parts
+
+    def section_cut(self, index: int) -> SectionCut:
+        """How the section that part `index` is of is cut."""
+        part = self.parts[index]
+        rows, edges = self.whole.section_rows[part.section], self.row_edges[index] if self.row_edges else ()
+        return SectionCut(
+            rows, self.whole.shape[1], (part.start, part.stop), self.column_range, edges, self.column_edges
+        )
+
+    @property
+    def column_range(self) -> tuple[int, int]:
+        """The columns, whichever they are."""
+        return self.columns or (0, self.whole.shape[1])
 
 
 @dataclass(frozen=True)
@@ -67,6 +131,8 @@ class ParamSpec:
     scheme: Scheme
     forms: tuple[DiskForm | None, ...] = ()
     runs: tuple[int, ...] = ()
+    sharding: Sharding = Sharding()
+    cut: ParamCut | None = None  # a rank's part of it; then `shape`, `sections` and `scheme` are those of the part
 
     @cached_property
     def section_rows(self) -> tuple[int, ...]:
@@ -97,14 +163,35 @@ class ParamSpec:
         """The form on disk of the run that section `section` is in; None where it is wide."""
         return self.forms[self.run_at(section)] if self.forms else None
 
+    @property
+    def whole(self) -> ParamSpec:
+        """The uncut parameter, of which this is a rank's part; itself where it is not cut."""
+        return self if self.cut is None else self.cut.whole
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """What of the uncut parameter's sections its own are; kept, for experts are hundreds of sections."""
+        if self.cut is not None:
+            return self.cut.parts
+        return tuple(Part(index, 0, section.rows) for index, section in enumerate(self.sections))
+
+    @property
+    def is_cut_within(self) -> bool:
+        """Whether a rank has parts of sections, or of rows: not whole ones."""
+        return self.cut is not None and self.cut.is_within
+
     @cached_property
     def kept_as_stored(self) -> bool:
         """Whether what the checkpoint holds of it is kept, and not quantized anew."""
+        if self.is_cut_within:
+            return self.whole.kept_as_stored
         return bool(self.forms) and all(form is not None and form.kept == self.scheme for form in self.forms)
 
     @cached_property
     def kept_rows(self) -> tuple[int, ...]:
         """Rows of each part that its scheme treats by itself: a section, or a run that is one on disk."""
+        if self.is_cut_within:
+            return self.section_rows
         return self.run_rows if self.kept_as_stored or (self.runs and not self.forms) else self.section_rows
 
     @property

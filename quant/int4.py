@@ -26,7 +26,8 @@ class IntPerGroup:
     "weight_zero_point": U8 [O, G]; where ordered "g_idx": I32 [sections, I], the group of each input of a section}.
 
     G is ceil(I / group_size): the last group may be short; group_size 0 is one group for the row. Codes are unsigned,
-    number = (code - zero) * scale; symmetric: the zero is 8 (128 with 8 bits).
+    number = (code - zero) * scale; symmetric: the zero is 8 (128 with 8 bits). A part of an ordered weight keeps the
+    scales of all `groups` of the whole, however few its columns (quant.cuts); 0: as many as the columns make.
     """
 
     bits: int = 4
@@ -34,10 +35,13 @@ class IntPerGroup:
     symmetric: bool = True
     scale_dtype: DType = DType.BF16
     ordered: bool = False
+    groups: int = 0
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8) or self.group_size < 0:
             raise QuantError(f"integers of {self.bits} bits in groups of {self.group_size}: bits are 4 or 8")
+        if self.groups < 0 or (self.groups and not self.ordered):
+            raise QuantError(f"{self.groups} groups: their number is only kept beside an order of inputs")
 
     @property
     def name(self) -> str:
@@ -75,7 +79,7 @@ class IntPerGroup:
     def storage(self, sections: tuple[int, ...], in_features: int, *, wide: DType) -> dict[str, StoredSpec]:
         """Half a byte a number (one with 8 bits), and what each group has."""
         rows = total_rows(sections)
-        groups = -(-in_features // (self.group_size or max(1, in_features)))
+        groups = self.groups or -(-in_features // (self.group_size or max(1, in_features)))
         width = in_features if self.bits == 8 else -(-in_features // 2)
         found = {
             "weight": StoredSpec((rows, width), DType.U8),
@@ -98,6 +102,8 @@ class IntPerGroup:
         """A scale for each group; an order of inputs, where it is kept, is that of the columns."""
         from quant.int4_codec import encode
 
+        if self.groups:
+            raise QuantError(f"{self.name}: a part of a weight's groups is only kept, and not quantized by itself")
         encode(weight, out, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric)
         if self.ordered:
             import torch

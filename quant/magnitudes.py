@@ -40,8 +40,8 @@ def row_magnitudes(weight: torch.Tensor, workspace: Workspace, *, percentile: fl
         if percentile is not None:
             found[start:stop] = _nth_of_rows(bits, percentile)
     if percentile is None:
-        return _floats(largest, weight.dtype)
-    return _chosen(_floats(found, weight.dtype), _floats(largest, weight.dtype))
+        return magnitudes_of(largest, weight.dtype)
+    return _chosen(magnitudes_of(found, weight.dtype), magnitudes_of(largest, weight.dtype))
 
 
 def tensor_magnitude(weight: torch.Tensor, workspace: Workspace, *, percentile: float | None = None) -> torch.Tensor:
@@ -49,11 +49,11 @@ def tensor_magnitude(weight: torch.Tensor, workspace: Workspace, *, percentile: 
     if weight.numel() == 0:
         return torch.zeros(1, dtype=torch.float32, device=weight.device)
     parts = [magnitude_bits(weight[start:stop], workspace).amax() for start, stop in strips(weight)]
-    largest = _floats(torch.stack(parts).amax().view(1), weight.dtype)
+    largest = magnitudes_of(torch.stack(parts).amax().view(1), weight.dtype)
     if percentile is None:
         return largest
     rank = nearest_rank(percentile, count=weight.numel())
-    return _chosen(_floats(_nth_of_all(weight, rank, workspace), weight.dtype), largest)
+    return _chosen(magnitudes_of(_nth_of_all(weight, rank, workspace), weight.dtype), largest)
 
 
 def magnitude_bits(part: torch.Tensor, workspace: Workspace) -> torch.Tensor:
@@ -70,14 +70,15 @@ def magnitude_bits(part: torch.Tensor, workspace: Workspace) -> torch.Tensor:
 
 def group_magnitudes(groups: torch.Tensor, dtype: torch.dtype, *, percentile: float) -> torch.Tensor:
     """float32 [G] at the percentile of each row of magnitude bits [G, n], of numbers that were of `dtype`."""
-    return _chosen(_floats(_nth_of_rows(groups, percentile), dtype), _floats(groups.amax(1), dtype))
+    return _chosen(magnitudes_of(_nth_of_rows(groups, percentile), dtype), magnitudes_of(groups.amax(1), dtype))
 
 
 def _integer(weight: torch.Tensor) -> torch.dtype:
     return torch.int16 if weight.element_size() == 2 else torch.int32
 
 
-def _floats(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def magnitudes_of(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float32 magnitudes of what `magnitude_bits` makes of numbers of `dtype`."""
     return bits.view(dtype if dtype.itemsize == bits.element_size() else torch.float32).float()
 
 

@@ -4,6 +4,8 @@ MX: 32 numbers share an E8M0 scale 2^(floor(log2 amax) - 8 for e4m3fn, - 2 for E
 has scale code 0 (2^-127), one with NaN or infinity scale code 0xFF (NaN). nvfp4: 16 numbers share an E4M3 scale, under
 one float32 scale amax / (448 * 6) for the section; both multiply. E2M1 codes lie two a byte, the even column in the low
 nibble; an odd last column leaves the high nibble 0. The last block of a row may be short. See quant.mx_codec.
+
+Smaller blocks are only kept: a part of a weight has them where a cut went through its blocks (quant.cuts).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quant.dtypes import DType
+from quant.errors import QuantError
 from quant.scheme import StoredSpec
 from quant.sections import for_each_row, row_views, total_rows
 
@@ -25,14 +28,33 @@ MX_BLOCK = 32
 NV_BLOCK = 16
 
 
+def _named(name: str, block: int, usual: int) -> str:
+    return name if block == usual else f"{name}:{block}"
+
+
+def _check_size(block: int) -> None:
+    if block < 1:
+        raise QuantError(f"a block of {block} numbers")
+
+
+def _check_quantizes(scheme: MxFp8 | MxFp4 | NvFp4, usual: int) -> None:
+    if scheme.block != usual:
+        raise QuantError(f"{scheme.name}: weights are quantized in blocks of {usual}")
+
+
 @dataclass(frozen=True)
 class MxFp8:
     """{"weight": e4m3fn [O, I], "weight_scale": E8M0 [O, ceil(I / 32)]}."""
 
+    block: int = MX_BLOCK
+
+    def __post_init__(self) -> None:
+        _check_size(self.block)
+
     @property
     def name(self) -> str:
         """The name on the command line."""
-        return "mxfp8"
+        return _named("mxfp8", self.block, MX_BLOCK)
 
     @property
     def row_multiple(self) -> int:
@@ -44,7 +66,7 @@ class MxFp8:
         rows = total_rows(sections)
         return {
             "weight": StoredSpec((rows, in_features), DType.F8_E4M3),
-            "weight_scale": StoredSpec((rows, -(-in_features // MX_BLOCK)), DType.F8_E8M0),
+            "weight_scale": StoredSpec((rows, -(-in_features // self.block)), DType.F8_E8M0),
         }
 
     def section_views(
@@ -57,6 +79,7 @@ class MxFp8:
         """A scale for each block."""
         from quant.mx_codec import encode_mxfp8
 
+        _check_quantizes(self, MX_BLOCK)
         encode_mxfp8(weight, out["weight_scale"], out["weight"])
 
     def dequantize(
@@ -71,7 +94,7 @@ class MxFp8:
         from quant.mx_codec import decode
 
         weight = stored["weight"]
-        return decode(weight, stored["weight_scale"], block=MX_BLOCK, in_features=weight.shape[1]).to(dtype)
+        return decode(weight, stored["weight_scale"], block=self.block, in_features=weight.shape[1]).to(dtype)
 
     def linear(
         self,
@@ -85,17 +108,22 @@ class MxFp8:
         """x [..., I] -> [..., O]."""
         from quant.mx_strips import ScaledBlocks
 
-        return kernels.microscaled(x, ScaledBlocks(stored["weight"], stored["weight_scale"], MX_BLOCK), bias)
+        return kernels.microscaled(x, ScaledBlocks(stored["weight"], stored["weight_scale"], self.block), bias)
 
 
 @dataclass(frozen=True)
 class MxFp4:
     """{"weight": uint8 [O, ceil(I / 2)] (E2M1 nibbles), "weight_scale": E8M0 [O, ceil(I / 32)]}."""
 
+    block: int = MX_BLOCK
+
+    def __post_init__(self) -> None:
+        _check_size(self.block)
+
     @property
     def name(self) -> str:
         """The name on the command line."""
-        return "mxfp4"
+        return _named("mxfp4", self.block, MX_BLOCK)
 
     @property
     def row_multiple(self) -> int:
@@ -107,7 +135,7 @@ class MxFp4:
         rows = total_rows(sections)
         return {
             "weight": StoredSpec((rows, -(-in_features // 2)), DType.U8),
-            "weight_scale": StoredSpec((rows, -(-in_features // MX_BLOCK)), DType.F8_E8M0),
+            "weight_scale": StoredSpec((rows, -(-in_features // self.block)), DType.F8_E8M0),
         }
 
     def section_views(
@@ -120,6 +148,7 @@ class MxFp4:
         """A scale for each block."""
         from quant.mx_codec import encode_mxfp4
 
+        _check_quantizes(self, MX_BLOCK)
         encode_mxfp4(weight, out["weight_scale"], out["weight"])
 
     def dequantize(
@@ -138,7 +167,7 @@ class MxFp4:
         from quant.mx_codec import decode
 
         columns = 2 * stored["weight"].shape[1] if in_features is None else in_features
-        return decode(stored["weight"], stored["weight_scale"], block=MX_BLOCK, in_features=columns).to(dtype)
+        return decode(stored["weight"], stored["weight_scale"], block=self.block, in_features=columns).to(dtype)
 
     def linear(
         self,
@@ -152,7 +181,7 @@ class MxFp4:
         """x [..., I] -> [..., O]."""
         from quant.mx_strips import ScaledBlocks
 
-        return kernels.microscaled(x, ScaledBlocks(stored["weight"], stored["weight_scale"], MX_BLOCK), bias)
+        return kernels.microscaled(x, ScaledBlocks(stored["weight"], stored["weight_scale"], self.block), bias)
 
 
 @dataclass(frozen=True)
@@ -165,11 +194,15 @@ class NvFp4:
     """
 
     divides: bool = False
+    block: int = NV_BLOCK
+
+    def __post_init__(self) -> None:
+        _check_size(self.block)
 
     @property
     def name(self) -> str:
         """The name on the command line."""
-        return "nvfp4"
+        return _named("nvfp4", self.block, NV_BLOCK)
 
     @property
     def row_multiple(self) -> int:
@@ -181,7 +214,7 @@ class NvFp4:
         rows = total_rows(sections)
         return {
             "weight": StoredSpec((rows, -(-in_features // 2)), DType.U8),
-            "weight_scale": StoredSpec((rows, -(-in_features // NV_BLOCK)), DType.F8_E4M3),
+            "weight_scale": StoredSpec((rows, -(-in_features // self.block)), DType.F8_E4M3),
             "weight_global_scale": StoredSpec((len(sections),), DType.F32),
         }
 
@@ -196,6 +229,7 @@ class NvFp4:
         """A scale for each block, and one for all of `weight`."""
         from quant.mx_codec import encode_nvfp4
 
+        _check_quantizes(self, NV_BLOCK)
         encode_nvfp4(weight, out["weight_scale"], out["weight_global_scale"], out["weight"])
         if self.divides:
             out["weight_global_scale"].reciprocal_()
@@ -215,8 +249,8 @@ class NvFp4:
         whole = for_each_row(stored["weight_global_scale"], sections).unsqueeze(1)
         if self.divides:
             scale = e4m3_numbers(stored["weight_scale"]).div_(whole)
-            return decode(stored["weight"], scale, block=NV_BLOCK, in_features=columns).to(dtype)
-        wide = decode(stored["weight"], stored["weight_scale"], block=NV_BLOCK, in_features=columns)
+            return decode(stored["weight"], scale, block=self.block, in_features=columns).to(dtype)
+        wide = decode(stored["weight"], stored["weight_scale"], block=self.block, in_features=columns)
         return wide.mul_(whole).to(dtype)
 
     def linear(
@@ -233,4 +267,4 @@ class NvFp4:
 
         rows = for_each_row(stored["weight_global_scale"], sections)
         rows = rows.reciprocal() if self.divides else rows
-        return kernels.microscaled(x, ScaledBlocks(stored["weight"], stored["weight_scale"], NV_BLOCK, rows), bias)
+        return kernels.microscaled(x, ScaledBlocks(stored["weight"], stored["weight_scale"], self.block, rows), bias)

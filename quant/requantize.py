@@ -36,7 +36,7 @@ def requantize(
     for start in range(0, rows, max(1, step)):
         stop = min(rows, start + step)
         run = (first + start, first + stop)
-        wide = _wide_rows(source, stored, run, total=total, in_features=in_features, dtype=dtype)
+        wide = wide_rows(source, stored, run, total=total, in_features=in_features, dtype=dtype)
         views = cut_rows(out, rows=rows, multiple=multiple, start=start, stop=stop) if step < rows else out
         target.quantize_into(wide, views)
 
@@ -48,7 +48,7 @@ def strips_nbytes(source: Scheme, target: Scheme, in_features: int) -> int:
     return 3 * 4 * in_features * _strip_rows(in_features, multiple=multiple)
 
 
-def _wide_rows(
+def wide_rows(
     source: Scheme,
     stored: Mapping[str, torch.Tensor],
     run: tuple[int, int],
@@ -57,7 +57,7 @@ def _wide_rows(
     in_features: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Rows [start, stop) in `dtype`, dequantized in runs: in float32 no more than a strip is held, with its scales."""
+    """Rows [start, stop) of a weight [total, in_features] in `dtype`, dequantized in runs: in float32 no more than a strip is held, with its scales."""
     import torch
 
     (start, stop), block = run, source.row_multiple or 1

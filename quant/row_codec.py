@@ -49,6 +49,13 @@ class RowCodec:
         scale.copy_(scale_of(magnitude, largest=self.largest))
         self.encode(weight, out=out, scale=scale, workspace=workspace, within=percentile is None)
 
+    def quantize_under(
+        self, weight: torch.Tensor, *, out: torch.Tensor, scale: torch.Tensor, magnitudes: torch.Tensor
+    ) -> None:
+        """The same of largest magnitudes that are known, float32 [R] or [1], and no number of `weight` exceeds."""
+        scale.copy_(scale_of(magnitudes, largest=self.largest))
+        self.encode(weight, out=out, scale=scale, workspace=Workspace(), within=True)
+
     def encode(
         self, weight: torch.Tensor, *, out: torch.Tensor, scale: torch.Tensor, workspace: Workspace, within: bool
     ) -> None:

@@ -62,9 +62,20 @@ def _needed(form: DiskForm, shape: tuple[int, int]) -> list[str]:
     return [one.leaf for one in disk_tensors(form, *shape) if one.fills and not one.optional]
 
 
+def _wanted_of_parts(param: ParamSpec) -> Iterator[tuple[str | None, int, int]]:
+    whole = param.whole
+    for index, part in enumerate(param.parts):
+        run = whole.run_at(part.section)
+        form, first = whole.forms[run], param.section_starts[index]
+        names = [None] if form is None else _needed(form, (whole.run_rows[run], whole.shape[1]))
+        yield from ((name, first, first + param.section_rows[index]) for name in names)
+
+
 def _wanted(param: ParamSpec, filled: _Runs) -> Iterator[tuple[str | None, int, int]]:
     """What must be filled: (stored tensor, leaf, or None for wide numbers, first row, row behind the last)."""
-    if param.forms:
+    if param.is_cut_within and param.whole.forms:
+        yield from _wanted_of_parts(param)
+    elif param.forms:
         first = 0
         for form, rows in zip(param.forms, param.run_rows, strict=True):
             names = [None] if form is None else _needed(form, (rows, param.shape[1]))

@@ -2,7 +2,7 @@
 
 Run by `reader.py` as a process of its own, so that what a package imports (torch, often) holds nobody up. A batch is as
 many pieces, in plan order, as have room now and are not too many bytes; `fetch` brings them in whatever order it likes.
-[no-torch]
+Strided pieces (a rank's columns of a matrix) no package knows: they are read here, as `reading.py` does. [no-torch]
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from streaming.column_reads import span_nbytes
 from streaming.open_files import CHANGED, FileState, state_of
 from streaming.read_strategy import BATCH_NBYTES
-from streaming.reading_records import COUNT, RECORD, SHORT
+from streaming.reading import Fill, fill_memory
+from streaming.reading_records import COUNT, RECORD, SHORT, FlatPiece
 from streaming.window_room import Batches
 
 
@@ -35,6 +37,13 @@ class Wanted:
     region: int
     dest: int
     released: int
+    run_nbytes: int = 0  # 0: one run
+    stride_nbytes: int = 0
+
+    @property
+    def stop(self) -> int:
+        """Where it ends in the file."""
+        return self.offset + span_nbytes(self.nbytes, self.run_nbytes, self.stride_nbytes)
 
 
 class Fetch(Protocol):
@@ -47,7 +56,7 @@ OpenFetch = Callable[[Sequence[memoryview]], Fetch]  # from the regions' memory
 
 
 def open_batches(pieces: Sequence[Sequence[int]], paths: Sequence[str]) -> Batches[Wanted]:
-    """The plan's pieces (file, offset, nbytes, region, dest, released), as many at once as have room."""
+    """The plan's pieces (the numbers of a FlatPiece), as many at once as have room."""
     wanted = [Wanted(index, paths[file], *rest) for index, (file, *rest) in enumerate(pieces)]
     return Batches(wanted, limit_nbytes=BATCH_NBYTES)
 
@@ -81,9 +90,35 @@ def _fault(wanted: Wanted, planned: FileState, *, failed: bool) -> int:
         found = state_of(os.stat(wanted.path))
     except OSError as error:
         return error.errno or errno.EIO
-    if found[2] < wanted.offset + wanted.nbytes:
+    if found[2] < wanted.stop:
         return SHORT
     return CHANGED if found != planned else errno.EIO if failed else 0
+
+
+def with_columns(fetch: Fetch, regions: Sequence[memoryview]) -> Fetch:
+    """`fetch` for pieces that are one run; strided ones are read by this process itself."""
+    fill = fill_memory(regions)
+
+    def fetch_either(batch: Sequence[Wanted]) -> Iterator[int]:
+        if plain := [wanted for wanted in batch if not wanted.run_nbytes]:
+            yield from fetch(plain)
+        for wanted in batch:
+            if wanted.run_nbytes and not _read_columns(wanted, fill):
+                yield wanted.index
+
+    return fetch_either
+
+
+def _read_columns(wanted: Wanted, fill: Fill) -> int:
+    descriptor = os.open(wanted.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        piece = FlatPiece(
+            0, wanted.offset, wanted.nbytes, wanted.region, wanted.dest, wanted.released, wanted.run_nbytes,
+            wanted.stride_nbytes,
+        )  # fmt: skip
+        return fill(descriptor, piece)
+    finally:
+        os.close(descriptor)
 
 
 def main(open_fetch: OpenFetch) -> None:
@@ -99,7 +134,8 @@ def main(open_fetch: OpenFetch) -> None:
 
     def work() -> None:
         try:
-            fetch = open_fetch([_memory(descriptor) for descriptor in job["regions"]])
+            regions = [_memory(descriptor) for descriptor in job["regions"]]
+            fetch = with_columns(open_fetch(regions), regions)
             fetch_all(batches, fetch, states, lambda record: _write(records, record), complain)
         except Exception as error:  # the package cannot be used: no piece is there to report it by
             complain(error)

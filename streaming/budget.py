@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from layers.cuts import scale_scope
 from layers.weights import ParamKind, ParamSpec
 from quant.dtypes import DType
+from quant.shared_scales import Scope
 from streaming.checkpoint.tensors import TensorInfo
 from streaming.errors import BudgetError
 from streaming.plan import LayerPlan, LoadItem, LoadPlan
@@ -53,7 +55,7 @@ def make_budget(
     """The budget of a plan; `packs`: with packed copies, as the device has them. Raises BudgetError when the limit is
     too small, with what is needed."""
     window = choose_window(plan) if window_nbytes is None else window_nbytes
-    staged = sum(item.nbytes for item in plan.items if not item.direct)
+    staged = sum(item.nbytes for item in plan.items if item.is_staged)
     packed = copies_nbytes(plan, device=device.partition(":")[0]) if packs else 0
     budget = Budget(
         plan.kept_nbytes, min(window, staged), convert_nbytes(plan), cache_nbytes, limit_nbytes, packed, file_nbytes
@@ -86,11 +88,25 @@ def choose_window(plan: LoadPlan) -> int:
 
 
 def convert_nbytes(plan: LoadPlan) -> int:
-    """What exists beside the window: a wide item in the slice stage and one in the quantize stage, the copies of one
-    that is turned round as a whole, and a table whose rows are no runs of bytes, while the prompt's are picked."""
+    """What exists beside the window: a wide item in the slice stage and one in the quantize stage, their bytes where
+    another rank has read them, the copies of one that is turned round as a whole, and a table whose rows are no runs of
+    bytes, while the prompt's are picked."""
     wide = 2 * max((_wide_nbytes(item) for item in plan.items if _is_converted(item)), default=0)
+    wide += 2 * max((item.nbytes for item in plan.items if item.is_received and not item.direct), default=0)
     wide += max((_arrival_nbytes(item) for item in plan.items if item.completes), default=0)
-    return wide + max((_turned_nbytes(item) for item in plan.items), default=0) + _picked_nbytes(plan.table)
+    wide += max((_turned_nbytes(item) for item in plan.items), default=0) + _picked_nbytes(plan.table)
+    return wide + (_fetched_nbytes(plan) if plan.experts else 0)
+
+
+def _fetched_nbytes(plan: LoadPlan) -> int:
+    """What threads hold that load experts apart from the layers: an item each, as it was read and on its way."""
+    from streaming.expert_plan import FETCHING_THREADS
+
+    items = [item for one in plan.experts for item in one.plan.items]
+    most = max(
+        item.nbytes + _turned_nbytes(item) + (_wide_nbytes(item) if _is_converted(item) else 0) for item in items
+    )
+    return FETCHING_THREADS * (most + max((_arrival_nbytes(item) for item in items if item.completes), default=0))
 
 
 def passing_nbytes(layer: LayerPlan) -> int:
@@ -103,12 +119,16 @@ def passing_nbytes(layer: LayerPlan) -> int:
 def _is_converted(item: LoadItem) -> bool:
     if item.leaf:
         return False
+    if item.param.is_cut_within:  # what is cut out of rows, or made beside what other ranks have of a block
+        return item.param.is_quantized or bool(item.picked or item.columns)
     return not item.tensor.is_plain and item.param.scheme.name != "none"  # others are views, or written to their place
 
 
 def _arrival_nbytes(item: LoadItem) -> int:
     """What holds a weight in its form on disk until it is whole, where it is quantized anew, and its wide rows then."""
     param = item.param
+    if param.is_cut_within:
+        return _held_nbytes(item)
     if param.kept_as_stored:
         return 0
     rows = param.run_rows[param.run_at(item.section)]
@@ -122,8 +142,24 @@ def _arrival_nbytes(item: LoadItem) -> int:
     return held + min(wide, max(LEAST_STRIPS_NBYTES, strips))
 
 
+def _held_nbytes(item: LoadItem) -> int:
+    """What is held of a weight that is cut, until this rank's part can be made; and what is quantized whole, then cut.
+    """
+    if not item.held:
+        return 0
+    param, whole = item.param, item.param.whole
+    storage = item.form.kept.storage((whole.run_rows[item.disk_run],), whole.shape[1], wide=whole.dtype)
+    held = sum(spec.nbytes for spec in storage.values())
+    if whole.kept_as_stored:
+        return held if item.fills == "weight" else storage[item.fills].nbytes
+    scopes = {scale_scope(param, section) for section in range(item.section, item.section + item.sections)}
+    rows = max(whole.section_rows) if scopes != {Scope.OWN} else max(param.section_rows)
+    return held + 2 * rows * whole.shape[1] * whole.dtype.itemsize
+
+
 def _wide_nbytes(item: LoadItem) -> int:
-    return (item.rows[1] - item.rows[0]) * prod(item.param.shape[1:]) * DType.F32.itemsize
+    width = item.tensor.shape[1:] if item.param.is_cut_within else item.param.shape[1:]
+    return (item.rows[1] - item.rows[0]) * prod(width) * DType.F32.itemsize
 
 
 def _turned_nbytes(item: LoadItem) -> int:

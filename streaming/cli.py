@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from layers.errors import LogitsError, ModelConfigError, WeightError
 from layers.kv_forms import CACHE_DTYPES
+from layers.topology import PLACEMENTS
 from quant.errors import QuantError
 from quant.registry import scheme_names
 from streaming.errors import OptionError, StreamingError
@@ -88,8 +89,10 @@ def run(arguments: Sequence[str]) -> int:
     try:
         command = next((word for word in arguments if not word.startswith("-")), None)
         options = make_parser(command if command in COMMANDS else None).parse_args(arguments)
-        _set_up_logging()
+        set_up_logging()
         if options.command not in OWN_OPTIONS:
+            if (followed := _follow(options)) is not None:
+                return followed
             _fetch_first(options)
         status: int = _module_of(options.command).run(options)
         return status
@@ -135,7 +138,7 @@ def leaver(options: argparse.Namespace) -> Callable[[], None]:
     return leave
 
 
-def _set_up_logging() -> None:
+def set_up_logging() -> None:
     """FIRSTLAYER_LOG=debug logs each tensor; the default shows warnings only."""
     level = os.environ.get("FIRSTLAYER_LOG", "warning").upper()
     known = logging.getLevelNamesMapping()
@@ -198,6 +201,24 @@ def _fetch_first(options: argparse.Namespace) -> None:
         fetch_first(options)
 
 
+def _follow(options: argparse.Namespace) -> int | None:
+    """The exit status of a rank that follows another one; None for the process that does what the command says."""
+    if "RANK" not in os.environ and not _several_ranks(options):
+        return None
+    from streaming.ranks.command_line import follower_status
+
+    return follower_status(options)
+
+
+def _several_ranks(options: argparse.Namespace) -> bool:
+    return bool(
+        options.tensor_parallel_size != 1
+        or options.expert_parallel_size is not None
+        or options.pipeline_parallel_size != 1
+        or options.expert_map is not None
+    )
+
+
 class _Version(argparse.Action):
     """Looks the version up only when it is asked for: the look-up imports an e-mail parser."""
 
@@ -243,6 +264,8 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     add("--safetensors-prefetch-block-size", metavar="SIZE", help="of prefetch (16MiB)")
     add("--model-loader-extra-config", metavar="JSON", help="enable_multithread_load, num_threads and others")
     add("--reader", default="process", metavar="KIND", help=f"who reads: {', '.join(READERS)}")
+    add("--moe-load", default="layers", metavar="ORDER", help="of experts: layers, or routed_first: those that tokens "
+        "are routed to, when they are; the others once the first token is out")  # fmt: skip
     add("--unwrap-names", action="store_true", help="take away what a training wrapper put before tensor names")
     add("--check-weights", action="store_true", help="non-finite or all-zero weights are an error, not a warning")
     add("--revision", metavar="REV", help="of a hub id")
@@ -252,6 +275,22 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--remote-cache", metavar="DIR", help="keep the files of a remote model there, for the next load")
     add("--seed", type=int, metavar="N", help="of sampling (a run can be repeated), and of made-up weights")
+    add_rank_options(parser)
+
+
+def add_rank_options(parser: argparse.ArgumentParser) -> None:
+    """The options of LoadOptions that say how many ranks share the work."""
+    add = parser.add_argument_group("ranks").add_argument
+    add("--tensor-parallel-size", type=int, default=1, metavar="T", help="ranks that share each dense layer (1)")
+    add("--expert-parallel-size", type=int, metavar="E", help="ranks that share the experts; a multiple of T")
+    add("--enable-expert-parallel", action="store_true", help="E = T when no E is given: experts whole, not cut")
+    add("--pipeline-parallel-size", type=int, default=1, metavar="P", help="stages that share the layers (1)")
+    add("--expert-placement", default="linear", metavar="NAME", help=f"of experts on ranks: {', '.join(PLACEMENTS)}")
+    add("--expert-map", metavar="JSON", help="the experts of each rank, [[0,1],[2,3,0]]: JSON, or a file of it")
+    add("--read-sharing", default="none", metavar="WAY",
+        help="shared: one rank reads what several want and sends it to them; none: each reads it (none)")
+    add("--rank-timeout", type=float, default=60.0, metavar="SECONDS",
+        help="a rank that keeps the others waiting longer ends the run (60); must exceed a step")  # fmt: skip
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:

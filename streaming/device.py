@@ -97,7 +97,7 @@ def open_device(name: str, plan: LoadPlan, reader: Reader) -> Device:
 
 
 def _params(plan: LoadPlan) -> Iterator[ParamSpec]:
-    return (param for layer in plan.layers for param in layer.spec.params)
+    return (param for layer in plan.all_layers for param in layer.spec.params)
 
 
 class CpuDevice:

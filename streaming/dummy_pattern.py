@@ -12,7 +12,8 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from quant.dtypes import DType
-from streaming.reading import Fill, write_fully
+from streaming.reading import Fill, FlatPiece
+from streaming.strided_fill import write_runs
 
 BLOCK_VALUES = 524_287  # the largest prime below 2**19: a block of bfloat16 numbers takes 1 MiB
 _ONES = "ones"
@@ -65,11 +66,15 @@ def read_pattern(block: bytes, into: memoryview, offset: int) -> None:
 
 
 def fill_patterns(patterns: Iterable[str], regions: Sequence[memoryview]) -> Fill:
-    """What `streaming.reading.fill_memory` does for files: (pattern, offset, nbytes, region, dest) -> 0."""
+    """What `streaming.reading.fill_memory` does for files, given a pattern's number in place of a descriptor."""
     blocks = [pattern_block(pattern) for pattern in patterns]
 
-    def fill(pattern: int, offset: int, nbytes: int, region: int, dest: int) -> int:
-        read_pattern(blocks[pattern], regions[region][dest : dest + nbytes], offset)
+    def fill(pattern: int, piece: FlatPiece) -> int:
+        run = piece.run_nbytes or piece.nbytes
+        for index in range(piece.nbytes // run if run else 0):
+            start = piece.dest + index * run
+            place = regions[piece.region][start : start + run]
+            read_pattern(blocks[pattern], place, piece.offset + index * piece.stride_nbytes)
         return 0
 
     return fill
@@ -79,10 +84,11 @@ def fill_shared_patterns(patterns: Iterable[str], shared: Sequence[int]) -> Fill
     """The same for shared memory, through its descriptors."""
     blocks = [pattern_block(pattern) for pattern in patterns]
 
-    def fill(pattern: int, offset: int, nbytes: int, region: int, dest: int) -> int:
-        for part in pattern_parts(blocks[pattern], offset, nbytes):
-            write_fully(shared[region], part, dest)
-            dest += len(part)
+    def fill(pattern: int, piece: FlatPiece) -> int:
+        run = piece.run_nbytes or piece.nbytes
+        starts = range(piece.offset, piece.offset + piece.span_nbytes, piece.stride_nbytes or max(1, run))
+        parts = [part for start in starts for part in pattern_parts(blocks[pattern], start, run)]
+        write_runs(shared[piece.region], parts, piece.dest)
         return 0
 
     return fill

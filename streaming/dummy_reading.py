@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from streaming.dummy_pattern import fill_shared_patterns
-from streaming.reading import Carrier, PieceReader, Works, serve
+from streaming.reading import Carrier, FlatPiece, PieceReader, Works, serve
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
 
 
 def _carrier_of(job: Mapping[str, Any], report: Callable[[bytes], None]) -> tuple[Carrier, Works]:
-    pieces = [tuple(piece) for piece in job["pieces"]]
+    pieces = [FlatPiece(*piece) for piece in job["pieces"]]
     fill = fill_shared_patterns(job["patterns"], job["regions"])
     reader = PieceReader(pieces, range(len(job["patterns"])), fill, report)
     return reader, [reader.run] * job["threads"]

@@ -9,6 +9,7 @@ StreamingError
 ├── LayerLoadError         reading, slicing, quantizing or publishing one layer failed
 ├── StreamClosedError      the model was closed while somebody waited for a layer
 ├── OptionError            an option that cannot work, found before anything was read
+├── RankError              one of the ranks that share the work died, failed, or keeps the others waiting
 └── WorkerError            a process or thread of the runtime died
 """
 
@@ -53,6 +54,18 @@ class LayerLoadError(StreamingError):
     def __init__(self, layer: str, stage: str, tensor: str, cause: BaseException | str) -> None:
         super().__init__(f"layer {layer}, stage {stage}, tensor {tensor}: {cause}")
         self.layer, self.stage, self.tensor = layer, stage, tensor
+
+
+class RankError(StreamingError):
+    """A rank died, failed or lags; names it, and where it was (empty where that is not known)."""
+
+    def __init__(
+        self, rank: int, cause: BaseException | str, *, layer: str = "", stage: str = "", tensor: str = ""
+    ) -> None:
+        where = [f"{word} {name}" for word, name in (("layer", layer), ("stage", stage), ("tensor", tensor)) if name]
+        super().__init__(f"{', '.join([f'rank {rank}', *where])}: {cause}")
+        self.rank, self.layer, self.stage, self.tensor = rank, layer, stage, tensor
+        self.cause = str(cause)
 
 
 class StreamClosedError(StreamingError):

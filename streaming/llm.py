@@ -7,10 +7,12 @@ arrive while the interpreter is busy.
 from __future__ import annotations
 
 import logging
+import os
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from layers.sampling_params import SamplingParams
 from streaming.clock import RunClock
-from streaming.errors import StreamClosedError
+from streaming.errors import OptionError, StreamClosedError
 from streaming.hooks import Hooks
 from streaming.interrupts import interrupt_kept
 from streaming.options import LoadOptions
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from streaming.async_llm import AsyncLLM
     from streaming.generate import Completion, Piece
     from streaming.model import StreamedModel
+    from streaming.ranks.hub import Hub
+    from streaming.ranks.lead import Lead
     from streaming.residency import LayerState
     from streaming.runner import ModelRunner
     from streaming.stats import Summary
@@ -70,11 +74,20 @@ class LoadKeywords(TypedDict, total=False):
     threads: int | None
     reader: str
     check_weights: bool
+    moe_load: str
     unwrap_names: bool
     revision: str | None
     sources: Sequence[Source]
     remote_cache: str | None
     seed: int | None
+    tensor_parallel_size: int
+    expert_parallel_size: int | None
+    enable_expert_parallel: bool
+    pipeline_parallel_size: int
+    expert_placement: str
+    expert_map: str | Sequence[Sequence[int]] | None
+    read_sharing: str
+    rank_timeout: float
 
 
 def bring_torch(tracer: Tracer, clock: RunClock, *, leave: Callable[[], None] | None = None) -> None:
@@ -103,6 +116,8 @@ async def open_llm(
     tracer, clock = Tracer(), RunClock(start_s=time.monotonic())
     prepared = await anyio.to_thread.run_sync(prepare, str(model), LoadOptions(**options))
     with ExitStack() as stack:
+        hub = _open_ranks(prepared, stack)
+        prepared = _own_options(prepared)
         reader = stack.enter_context(closing(reader_of(prepared)))
         clock.once("load_begin_s")
         from streaming.async_llm import AsyncLLM
@@ -112,7 +127,8 @@ async def open_llm(
         await anyio.to_thread.run_sync(bring_torch, tracer, clock)
         from streaming.model import run_model
 
-        async with run_model(prepared, reader, tracer=tracer, clock=clock, hooks=hooks) as streamed:
+        ranks = None if hub is None else _lead(hub, prepared)
+        async with run_model(prepared, reader, tracer=tracer, clock=clock, hooks=hooks, ranks=ranks) as streamed:
             yield AsyncLLM(streamed, text)
 
 
@@ -158,7 +174,9 @@ class LLM:
         `layer`: a decoder layer's number, or "layers.3", "head", "embed". Keywords as for `LLM`. No byte of another
         layer is read and nothing stays open. Raises as `LLM` does, and LayerLoadError (layer, stage, tensor).
         """
-        prepared = prepare(str(model), LoadOptions(**options))
+        prepared = prepare(str(model), LoadOptions(**options | {"moe_load": "layers"}))  # all of the layer
+        if not prepared.topology.is_single:
+            raise OptionError(f"load_layer runs on one rank, not on the {prepared.topology.world} that are asked for")
         import_torch(whole=True)
         from streaming.one_layer import load_one_layer
 
@@ -167,27 +185,32 @@ class LLM:
     def _open(
         self, prepared: Prepared, clock: RunClock, hooks: Hooks, *, leave: Callable[[], None] | None = None
     ) -> None:
-        self.tracer, self.clock, self.prepared = Tracer(), clock, prepared
+        self.tracer, self.clock = Tracer(), clock
         stack = ExitStack()
-        reader = stack.enter_context(closing(start_reader(self.prepared)))
         try:
+            hub = _open_ranks(prepared, stack)
+            self.prepared = _own_options(prepared)
+            reader = stack.enter_context(closing(start_reader(self.prepared)))
             self.clock.once("load_begin_s")
             from streaming.model_text import ModelText  # its modules are not needed before bytes are on their way
 
             self._text = stack.enter_context(closing(ModelText(prepared.checkpoint)))
             bring_torch(self.tracer, self.clock, leave=None if leave is None else partial(_leave, stack, leave))
-            self._model = self._start(stack, reader, hooks)
-        except BaseException:
-            stack.close()
+            self._model = self._start(stack, reader, hooks, hub)
+        except BaseException as error:
+            stack.__exit__(type(error), error, error.__traceback__)  # the other ranks are told why
             raise
         self._closer = weakref.finalize(self, _close, self._model, stack)  # also for who forgets to close
 
-    def _start(self, stack: ExitStack, reader: Reader, hooks: Hooks) -> StreamedModel:
+    def _start(self, stack: ExitStack, reader: Reader, hooks: Hooks, hub: Hub | None) -> StreamedModel:
         from streaming.model import run_model
         from streaming.portal import LoopThread
 
         loop = stack.enter_context(closing(LoopThread()))
-        return loop.enter(run_model(self.prepared, reader, tracer=self.tracer, clock=self.clock, hooks=hooks))
+        ranks = None if hub is None else _lead(hub, self.prepared)
+        return loop.enter(
+            run_model(self.prepared, reader, tracer=self.tracer, clock=self.clock, hooks=hooks, ranks=ranks)
+        )
 
     # --- text in, text out
 
@@ -312,6 +335,38 @@ class LLM:
             if error is None:
                 raise
             logger.debug("closing after an error", exc_info=True)
+
+
+def _open_ranks(prepared: Prepared, stack: ExitStack) -> Hub | None:
+    """The other ranks on their way, which `stack` ends; None in a run of one. They plan and read meanwhile."""
+    if prepared.topology.is_single and "RANK" not in os.environ:
+        return None
+    from streaming.ranks.launch import open_ranks
+
+    hub = open_ranks(prepared.options)
+    if hub is not None:
+        from streaming.ranks.open_message import open_message
+
+        stack.enter_context(hub)
+        hub.broadcast(open_message(prepared.model, prepared.options))
+    return hub
+
+
+def _own_options(prepared: Prepared) -> Prepared:
+    """What rank 0 carries out, of several."""
+    if prepared.topology.is_single:
+        return prepared
+    from streaming.ranks.launch import rank_options
+
+    return replace(prepared, options=rank_options(prepared.options, rank=0))
+
+
+def _lead(hub: Hub, prepared: Prepared) -> Lead:
+    from streaming.ranks.lead import Lead
+    from streaming.ranks.torchrun import launched_by
+
+    launched = launched_by(os.environ)
+    return Lead(hub, prepared.topology, host="127.0.0.1" if launched is None else launched.host)
 
 
 def _leave(stack: ExitStack, leave: Callable[[], None]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from streaming.reading import SHORT, Fill, write_fully
+from streaming.reading import SHORT, Fill, FlatPiece, put_own, put_shared
 
 MAPPED = 2  # streaming.read_plan.Region.MAPPED
 
@@ -26,14 +26,14 @@ def fill_shared_from_map(shared: Sequence[int]) -> Fill:
     access by the program itself would end the process.
     """
 
-    def fill(file: int, offset: int, nbytes: int, region: int, dest: int) -> int:
-        if region == MAPPED:
+    def fill(file: int, piece: FlatPiece) -> int:
+        if piece.region == MAPPED:
             return 0
-        with _mapped(file, offset, nbytes) as run:
-            if run is None:
+        with _mapped(file, piece.offset, piece.span_nbytes) as stretch:
+            if stretch is None:
                 return SHORT
             try:
-                write_fully(shared[region], run, dest)
+                put_shared(stretch, piece, shared[piece.region])
             except OSError as error:
                 if error.errno == errno.EFAULT:
                     return SHORT
@@ -46,13 +46,13 @@ def fill_shared_from_map(shared: Sequence[int]) -> Fill:
 def fill_memory_from_map(regions: Sequence[Any]) -> Fill:
     """Fills memory of this process. A file that shrinks within a copy ends the process."""
 
-    def fill(file: int, offset: int, nbytes: int, region: int, dest: int) -> int:
-        if region == MAPPED:
+    def fill(file: int, piece: FlatPiece) -> int:
+        if piece.region == MAPPED:
             return 0
-        with _mapped(file, offset, nbytes) as run:
-            if run is None:
+        with _mapped(file, piece.offset, piece.span_nbytes) as stretch:
+            if stretch is None:
                 return SHORT
-            regions[region][dest : dest + nbytes] = run
+            put_own(stretch, piece, regions[piece.region])
         return 0
 
     return fill

@@ -14,14 +14,17 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
 
+from layers.cuts import local_config
 from layers.decoder import DecoderModel, build_shell
 from layers.kv_cache import KVCache, cache_room_nbytes, kv_cache_nbytes
 from layers.kv_codec import Room
+from layers.parallel import SingleGroup
+from layers.topology import Topology
 from quant.device_features import DeviceFeatures
 from quant.kernels import KernelMode, Kernels
 from streaming.clock import RunClock
@@ -37,6 +40,7 @@ from streaming.panel_pool import PanelPool
 from streaming.pipeline import Pipeline
 from streaming.post_processing import NO_PROCESSING, PostProcessing, plan_processing
 from streaming.prepare import Prepared
+from streaming.ranks.report import RankReport
 from streaming.reader import Reader
 from streaming.residency import LayerState, Residency
 from streaming.retie import compare_tied
@@ -48,6 +52,12 @@ from streaming.tokenizer import Tokenizer
 from streaming.trace import Tracer, lane_seconds, lanes_in_order
 from streaming.warm_up import DeviceWarmUp, warm_up_device
 from streaming.weight_checks import WeightChecks
+
+if TYPE_CHECKING:
+    from streaming.distributed import ProcessGroups
+    from streaming.expert_loading import ExpertLoader
+    from streaming.ranks.lead import Lead
+    from streaming.ranks.member import Member
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +78,7 @@ class StreamedModel:
     warnings: list[str] = field(default_factory=list)
     closing: bool = False
     workers: set[threading.Thread] = field(default_factory=set)
+    ranks: Lead | Member | None = None  # this rank's part in a run of several
     _forward: ForwardThread = field(default_factory=ForwardThread)
     _timing: Timing = field(default_factory=Timing)
     _completions: list[Completion] = field(default_factory=list)
@@ -75,6 +86,7 @@ class StreamedModel:
     _cache_nbytes: int = 0
     _room: Room | None = None  # what all caches decode into, one after the other
     _room_nbytes: int = 0  # the most that it may have come to: it is kept
+    _first_token: tuple[float, int] | None = None  # when the first of all was there, and bytes of rows fetched by then
 
     # --- readiness
 
@@ -112,6 +124,21 @@ class StreamedModel:
             raise OptionError(f"layer {layer!r} is not one of {', '.join(known)}")
         return name
 
+    def rank_progress(self) -> Mapping[int, tuple[str, str]]:
+        """Layer and stage that each of the other ranks was in when it last said so; empty in a run of one rank."""
+        lead = self.runner.lead
+        if lead is None:
+            return {}
+        return {rank: (progress.layer, progress.stage) for rank, progress in lead.hub.progress.items()}
+
+    def rank_reports(self) -> Mapping[int, RankReport]:
+        """The bytes of each of the other ranks that has loaded; empty in a run of one rank."""
+        return {} if self.runner.lead is None else self.runner.lead.reports
+
+    def report(self) -> RankReport:
+        """This rank's."""
+        return RankReport(self._bytes_read(), self.prepared.plan.kept_nbytes, self.watch.peak_nbytes)
+
     # --- work
 
     def submit(self, requests: Sequence[Request], tokenizer: Tokenizer | None) -> Job:
@@ -142,6 +169,7 @@ class StreamedModel:
             if timing.first_token_s and not marked:
                 marked = True
                 self.tracer.mark("first token", at_s=timing.first_token_s)
+                self._first_token = (timing.first_token_s, self.runner.rows.read_nbytes)
             if isinstance(value, Completion):
                 self._completions.append(value)
             yield value
@@ -176,7 +204,8 @@ class StreamedModel:
 
     def new_cache(self, max_tokens: int) -> KVCache:
         """A KV cache for so many tokens, admitted before it is allocated. Raises BudgetError beyond the limit."""
-        config, dtype, kept = self.prepared.config, self.prepared.dtype, self.prepared.options.kv_cache_dtype
+        dtype, kept = self.prepared.dtype, self.prepared.options.kv_cache_dtype
+        config = local_config(self.prepared.config, self.runner.topology)
         tokens = min(max_tokens, self.context_length)
         budget = self.prepared.budget
         room = cache_room_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=kept)
@@ -191,11 +220,19 @@ class StreamedModel:
             )
         device = self.runner.device.torch_device
         self._room = self._room or Room(device)
-        return KVCache(
+        cache = KVCache(
             config, max_tokens=tokens, dtype=dtype, device=str(device), cache_dtype=kept,
             scales=scales_on_device(self.prepared.kv_scales, cache_dtype=kept, config=config, fnuz=self.features.fnuz),
             room=self._room, fnuz=self.features.fnuz,
         )  # fmt: skip
+        if self.runner.lead is not None:
+            self.runner.lead.new_cache(cache, max_tokens=tokens)
+        return cache
+
+    def fail(self, error: BaseException) -> None:
+        """Another rank has failed: whoever waits gets its error, or the end of `run_model`'s block."""
+        self.load_error = self.load_error or error
+        self.residency.close(error)
 
     # --- accounts
 
@@ -209,7 +246,7 @@ class StreamedModel:
         last = self._completions[-1] if self._completions else None
         total = sum(len(completion.token_ids) for completion in self._completions[self._begun :])
         begun = timing.begun_s
-        peak = self.watch.peak_nbytes
+        peak = self.watch.peak_nbytes + sum(report.peak_rss_bytes for report in self.rank_reports().values())
         return Summary(
             ttft_s=clock.since_start(first),
             import_s=clock.since_start(clock.imports_done_s),
@@ -223,6 +260,7 @@ class StreamedModel:
             tokens_per_s=total / (timing.last_token_s - begun) if total and timing.last_token_s > begun else None,
             bytes_read=self._bytes_read(),
             bytes_rows=self.runner.rows.read_nbytes,
+            bytes_before_first_token=self._bytes_before_first_token(),
             bytes_kept=self.prepared.plan.kept_nbytes,
             peak_rss_bytes=peak,
             peak_rss_mb=round(peak / (1 << 20), 1),
@@ -248,12 +286,19 @@ class StreamedModel:
 
     def _quantize_s(self) -> float:
         """Seconds of quantizing alone: that stage copies wide weights too, where they have passed the window."""
-        quantized = {item.tensor.name for item in self.prepared.plan.items if is_quantized(item)}
+        quantized = {item.tensor.name for item in self.prepared.plan.all_items if is_quantized(item)}
         return sum(s.seconds for s in self.tracer.spans() if s.lane == "quantize" and s.name in quantized)
 
     def _bytes_read(self) -> int:
         read = [span.args.get("nbytes", 0) for span in self.tracer.spans() if span.lane == "read"]
         return sum(int(nbytes) for nbytes in read)
+
+    def _bytes_before_first_token(self) -> int | None:
+        if self._first_token is None:
+            return None
+        moment_s, rows_nbytes = self._first_token
+        read = (span for span in self.tracer.spans() if span.lane == "read" and span.end_s <= moment_s)
+        return rows_nbytes + sum(int(span.args.get("nbytes", 0)) for span in read)
 
     @property
     def completions(self) -> Sequence[Completion]:
@@ -265,6 +310,8 @@ class StreamedModel:
         self.closing = True
         self.residency.close(StreamClosedError("the model was closed"))
         self.runner.rows.cancel()
+        if self.runner.experts is not None:
+            self.runner.experts.close()
 
     def join(self) -> None:
         """Wait for the forward thread's end."""
@@ -305,19 +352,27 @@ async def run_model(
     tracer: Tracer,
     clock: RunClock,
     hooks: Hooks,
+    ranks: Lead | Member | None = None,
 ) -> AsyncIterator[StreamedModel]:
     """Stream the planned model in for the length of the block. Gives the model as soon as its shell exists.
 
-    Raises the load's error once at the end of the block, unless the block itself ended with it.
+    `ranks`: this rank's part in a run of several, who meet before the shell is built. Raises the load's error once at
+    the end of the block, unless the block itself ended with it.
     """
     device = open_device(prepared.options.device, prepared.plan, reader)
+    groups: ProcessGroups | None = None
     try:
+        if ranks is not None:
+            groups = await anyio.to_thread.run_sync(ranks.join, device.torch_device)
         features = DeviceFeatures.detect(device.torch_device, triton=False)
         processing = plan_processing(prepared.specs, features) if prepared.post_process else NO_PROCESSING
         streamed = _assemble(
-            prepared, reader, device, processing, features=features, tracer=tracer, clock=clock, hooks=hooks
-        )
+            prepared, reader, device, processing, features=features, tracer=tracer, clock=clock, hooks=hooks,
+            ranks=ranks, groups=groups,
+        )  # fmt: skip
     except BaseException:
+        if groups is not None:
+            groups.close()
         device.close()
         raise
     told = replace(hooks, warn=partial(_note, streamed, hooks.warn))
@@ -325,7 +380,8 @@ async def run_model(
         prepared.plan, reader, device, streamed.residency, tracer,
         threads=streamed.runner.threads.loading, check_weights=prepared.options.check_weights,
         hooks=told, checks=WeightChecks(norm=prepared.config.norm), workers=streamed.workers,
-        processing=processing,
+        processing=processing, maximum=(SingleGroup() if groups is None else groups.maxima).maximum,
+        reads=SingleGroup() if groups is None else groups.reads,
     )  # fmt: skip
     warming = warm_up_device(
         prepared.options.device, processing.shell_specs(prepared.specs),
@@ -344,6 +400,8 @@ async def run_model(
     finally:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(_shut_down, streamed, device, reader, warming)
+            if ranks is not None:
+                ranks.close()
     if failure is not None:
         raise failure
     if streamed.load_error is not None and streamed.told is not streamed.load_error:
@@ -360,11 +418,17 @@ def _assemble(
     tracer: Tracer,
     clock: RunClock,
     hooks: Hooks,
+    ranks: Lead | Member | None,
+    groups: ProcessGroups | None,
 ) -> StreamedModel:
+    topology = Topology() if ranks is None else ranks.topology
     with tracer.span("shell", "modules"):
-        shell = build_shell(prepared.config, processing.shell_specs(prepared.specs))
+        shell = build_shell(prepared.config, processing.shell_specs(prepared.specs), topology=topology)
         attach(shell, processing.seen(device.stored))
-    residency = Residency([spec.name for spec in prepared.specs if spec.params], tracer, check=device.check)
+    apart = {one.of: one.plan.name for one in prepared.plan.experts}
+    named = ((spec.name, apart.get(spec.name)) for spec in prepared.specs if spec.params)
+    layers = [name for pair in named for name in pair if name is not None]
+    residency = Residency(layers, tracer, check=device.check, agree=None if ranks is None else ranks.publish)
     options = prepared.options
     panels = PanelPool()
     kernels = Kernels.detect(mode=KernelMode(options.kernels), run=panels)
@@ -373,14 +437,33 @@ def _assemble(
     threads = choose_threads(options.threads)
     runner = ModelRunner(
         shell, device, residency, rows, kernels, tracer, threads, panels, hooks.layer_outputs,
-        int8_activations=options.activation_dtype == "int8",
+        int8_activations=options.activation_dtype == "int8", topology=topology, process_groups=groups,
+        lead=None if ranks is None else ranks.as_lead,
     )  # fmt: skip
     pid = reader.pid
     watch = MemoryWatch(shared=lambda: reader.shared_nbytes, pids=lambda: [] if pid is None else [pid])
-    streamed = StreamedModel(prepared, residency, runner, tracer, clock, watch, features)
+    streamed = StreamedModel(prepared, residency, runner, tracer, clock, watch, features, ranks=ranks)
+    if ranks is not None:
+        ranks.bind(residency, streamed.fail)
     for text in prepared.warnings:
         _note(streamed, hooks.warn, text)
+    if apart:
+        runner.experts = _open_experts(streamed, device, processing, hooks)
     return streamed
+
+
+def _open_experts(streamed: StreamedModel, device: Device, processing: PostProcessing, hooks: Hooks) -> ExpertLoader:
+    from streaming.expert_loading import open_experts
+
+    prepared = streamed.prepared
+    for one in prepared.plan.experts:
+        if processing.due(one.plan.spec):
+            raise OptionError(
+                f"--moe-load routed_first: on {prepared.options.device} the experts of {one.of} are processed once "
+                "they are whole; leave the option out"
+            )
+    told = replace(hooks, warn=partial(_note, streamed, hooks.warn))
+    return open_experts(prepared, device, streamed.residency, streamed.tracer, hooks=told)
 
 
 def _note(streamed: StreamedModel, warn: Callable[[str], None], text: str) -> None:
@@ -390,7 +473,18 @@ def _note(streamed: StreamedModel, warn: Callable[[str], None], text: str) -> No
 
 async def _load(pipeline: Pipeline, streamed: StreamedModel, device: Device) -> None:
     try:
+        _publish_empty(pipeline, streamed.residency)
+        if streamed.runner.experts is not None:
+            streamed.runner.experts.start()
         await pipeline.run()
+        if streamed.runner.experts is not None:
+            streamed.runner.experts.base_loaded()
+            if not await anyio.to_thread.run_sync(streamed.runner.experts.wait):
+                return  # the model was closed
+        if streamed.ranks is not None:
+            streamed.ranks.loaded(streamed.report())
+        if streamed.runner.lead is not None:
+            await anyio.to_thread.run_sync(streamed.residency.wait_everywhere)
         if streamed.prepared.retie:
             await anyio.to_thread.run_sync(compare_tied, streamed, device, pipeline.hooks.warn)
         streamed.clock.once("load_end_s")
@@ -398,8 +492,17 @@ async def _load(pipeline: Pipeline, streamed: StreamedModel, device: Device) -> 
         streamed.tracer.mark("load done", at_s=streamed.clock.load_end_s)
         streamed.residency.finish()
     except Exception as error:
-        streamed.load_error = error
-        streamed.residency.close(error)  # of the last checks too: whoever waits for the end of the load
+        streamed.fail(error)  # of the last checks too: whoever waits for the end of the load
+        if streamed.ranks is not None and not streamed.closing:
+            streamed.ranks.load_failed(error)
+
+
+def _publish_empty(pipeline: Pipeline, residency: Residency) -> None:
+    """Layers of which this rank has nothing to load (the vocabulary's rows may end before its part of them)."""
+    loaded = {item.layer for item in pipeline.plan.all_items}
+    for layer in residency.states():
+        if layer not in loaded:
+            residency.publish(layer)
 
 
 def attach(shell: DecoderModel, stored: StoredTensors) -> None:
@@ -412,10 +515,14 @@ def attach(shell: DecoderModel, stored: StoredTensors) -> None:
 
 def _shut_down(streamed: StreamedModel, device: Device, reader: Reader, warming: DeviceWarmUp | None) -> None:
     streamed.join()
+    if streamed.runner.process_groups is not None:
+        streamed.runner.process_groups.close()
     if warming is not None:
         warming.close()
     streamed.watch.close()
     streamed.runner.rows.close()
+    if streamed.runner.experts is not None:
+        streamed.runner.experts.join()
     streamed.runner.panels.close()
     reader.close()
     device.close()

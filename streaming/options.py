@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from layers.errors import ShardError
 from layers.kv_forms import CACHE_DTYPES
+from layers.topology import PLACEMENTS, Topology
 from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.registry import scheme_by_name, scheme_names
@@ -30,6 +32,9 @@ DTYPES = {
 KERNELS = ("default", "fast", "exact")
 ACTIVATION_DTYPES = ("auto", "int8")
 READERS = ("process", "threads")
+READ_SHARING = ("none", "shared")
+MOE_LOADS = ("layers", "routed_first")
+MOST_RANKS = 4096  # more in one direction is a slip of the pen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +64,26 @@ class LoadOptions:
     threads: int | None = None
     reader: str = "process"
     check_weights: bool = False
+    moe_load: str = "layers"  # or routed_first: experts when tokens are routed to them, the others behind
     unwrap_names: bool = False
     revision: str | None = None
     sources: Sequence[Source] = ()  # further places that tensors come from
     remote_cache: str | None = None
     seed: int | None = None  # of made-up weights (load format dummy; 0 when not given)
+    tensor_parallel_size: int = 1
+    expert_parallel_size: int | None = None
+    enable_expert_parallel: bool = False  # alone: as many expert ranks as tensor ranks
+    pipeline_parallel_size: int = 1
+    expert_placement: str = "linear"
+    expert_map: str | Sequence[Sequence[int]] | None = None  # the experts of each rank: lists, JSON, or its file
+    read_sharing: str = "none"  # "shared": what ranks of a tensor group want in common is read by one of them
+    rank_timeout: float = 60.0  # seconds that a rank may keep the others waiting; more than a step takes
 
     def __post_init__(self) -> None:
         _one_of("--dtype", self.dtype, tuple(DTYPES))
         _one_of("--kernels", self.kernels, KERNELS)
         _one_of("--reader", self.reader, READERS)
+        _one_of("--moe-load", self.moe_load, MOE_LOADS)
         _one_of("--kv-cache-dtype", self.kv_cache_dtype, CACHE_DTYPES)
         _one_of("--activation-dtype", self.activation_dtype, ACTIVATION_DTYPES)
         if self.activation_dtype != "auto" and self.kernels == "fast":
@@ -87,9 +102,51 @@ class LoadOptions:
         _positive("--threads", self.threads)
         if self.seed is not None and (type(self.seed) is not int or self.seed < 0):
             raise OptionError(f"--seed {self.seed!r}: a whole number of at least 0 is needed")
+        self._check_ranks()
         for name, value in (("--memory", self.memory), ("--window", self.window)):
             if value is not None:
                 parse_size(value, option=name)
+
+    def _check_ranks(self) -> None:
+        """The mesh."""
+        for name in ("tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size"):
+            _positive(f"--{name.replace('_', '-')}", getattr(self, name), most=MOST_RANKS)
+        _one_of("--expert-placement", self.expert_placement, PLACEMENTS)
+        _one_of("--read-sharing", self.read_sharing, READ_SHARING)
+        if self.read_sharing != "none" and self.tensor_parallel_size == 1:
+            raise OptionError(
+                f"--read-sharing {self.read_sharing} is between ranks that share each layer: give a "
+                "--tensor-parallel-size of at least 2"
+            )
+        if type(self.rank_timeout) not in (int, float) or not 0 < self.rank_timeout < float("inf"):
+            raise OptionError(f"--rank-timeout {self.rank_timeout!r}: seconds are needed, more than 0")
+        _ = self.topology()
+
+    def topology(self, rank: int = 0) -> Topology:
+        """The ranks that share the model, seen from one of them. Raises OptionError for sizes that make no mesh."""
+        from streaming.ranks.expert_map import parse_expert_map
+
+        tensor, expert = self.tensor_parallel_size, self.expert_parallel_size
+        try:
+            return Topology(
+                tensor=tensor,
+                expert=expert or (tensor if self.enable_expert_parallel else 1),
+                pipeline=self.pipeline_parallel_size,
+                rank=rank,
+                placement=self.expert_placement,
+                expert_map=None if self.expert_map is None else parse_expert_map(self.expert_map),
+            )
+        except ShardError as error:
+            names = [flag for flag, given in self._mesh_flags() if given]
+            raise OptionError(f"{' and '.join(names) or '--tensor-parallel-size'}: {error}") from None
+
+    def _mesh_flags(self) -> tuple[tuple[str, bool], ...]:
+        return (
+            ("--tensor-parallel-size", self.tensor_parallel_size > 1),
+            ("--expert-parallel-size", self.expert_parallel_size is not None),
+            ("--enable-expert-parallel", self.enable_expert_parallel),
+            ("--expert-map", self.expert_map is not None),
+        )
 
     def _check_reading(self) -> None:
         """What goes with which strategy."""

@@ -23,7 +23,10 @@ def pack_layers(runner: ModelRunner, *, stop: Callable[[], None]) -> int:
     Waits for each layer to be ready. `stop` raises to cancel, between layers. Returns the bytes of all copies.
     """
     nbytes = 0
-    for name, layer in zip(runner.layers, runner.model.layers, strict=True):
+    if runner.lead is not None:
+        runner.lead.pack()
+    layers = [runner.model.get_submodule(f"model.{name}") for name in runner.layers]
+    for name, layer in zip(runner.layers, layers, strict=True):
         with runner.residency.lease(name, stop=stop) as moment, _span(runner, name):
             runner.device.order_after(moment)
             stop()

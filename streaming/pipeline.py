@@ -28,8 +28,10 @@ import anyio.to_thread
 import torch
 from anyio.abc import ObjectReceiveStream, ObjectSendStream
 
+from layers.parallel import Group, SingleGroup
 from streaming.accounts import Accounts
 from streaming.arrivals import Arrivals
+from streaming.cut_storing import CutArrivals, Maximum, store_part
 from streaming.device import Device
 from streaming.errors import LayerLoadError, StreamClosedError, StreamingError
 from streaming.file_faults import changed_fault, system_fault
@@ -39,7 +41,7 @@ from streaming.plan import LayerPlan, LoadItem, LoadPlan
 from streaming.post_processing import NO_PROCESSING, PostProcessing
 from streaming.reader import Completion, Reader
 from streaming.residency import Residency
-from streaming.stages import item_views, needs_host, place_of_rows, slice_item, store_item
+from streaming.stages import is_quantized, item_views, needs_host, place_of_rows, share, slice_item, store_item
 from streaming.trace import Tracer
 from streaming.weight_checks import WeightChecks
 
@@ -71,12 +73,15 @@ class Pipeline:
     checks: WeightChecks = field(default_factory=WeightChecks)
     workers: set[threading.Thread] = field(default_factory=set)  # that have run stages
     processing: PostProcessing = NO_PROCESSING
+    maximum: Maximum = SingleGroup().maximum  # over the ranks that share layers
+    reads: Group = field(default_factory=SingleGroup)  # the same ranks, among which what one has read is shared
     _released: int = 0
     _seconds: dict[tuple[str, str], float] = field(default_factory=dict)  # (layer, stage) -> work so far
     _first: dict[int, LayerPlan] = field(default_factory=dict)  # a layer's first item -> the layer
     _last: dict[int, LayerPlan] = field(default_factory=dict)  # and its last
     _accounts: Accounts = field(default_factory=lambda: Accounts(()))
     _arrivals: Arrivals = field(default_factory=Arrivals)
+    _cut_arrivals: CutArrivals = field(default_factory=CutArrivals)
 
     async def run(self) -> None:
         """Load everything. Raises LayerLoadError for the first item that fails, WorkerError when the reader dies."""
@@ -131,7 +136,7 @@ class Pipeline:
         piece = self.reader.read_plan.pieces[done.piece]
         self.tracer.add(
             "read", item.tensor.name, start_s=done.start_s, end_s=done.end_s, layer=item.layer,
-            args={"nbytes": 0 if item.tensor.generated else piece.nbytes},
+            args={"nbytes": 0 if item.tensor.generated else piece.read_nbytes},
         )  # fmt: skip
         self._spend(item, "read", done.end_s - done.start_s)
         if done.error is not None:
@@ -155,14 +160,15 @@ class Pipeline:
             with self._span("slice", item):
                 self.device.check(item.layer)  # before its bytes are touched, where they lie in a map, and after
                 (view,) = item_views(item, self.device.stored[item.param.name]).values()
+                share(item, view, group=self.reads)
                 self.checks.add(item, view)
                 self.device.check(item.layer)
             return _Work(item)
         if (layer := self._first.get(item.index)) is not None:
             self.device.make_room(layer)
-        raw = self.device.staged(item)
+        raw = torch.empty(item.nbytes, dtype=torch.uint8) if item.is_received else self.device.staged(item)
         with self.device.working(), self._span("slice", item):
-            wide = self._wide(item, raw)
+            wide = self._wide(item, share(item, raw, group=self.reads))
             self.checks.add(item, wide)
         return _Work(item, wide, self.device.moment())
 
@@ -183,7 +189,8 @@ class Pipeline:
                 if work.wide is not None:
                     self.residency.mark(work.item.layer, "quantize")
                     work = await self._worker(work.item, "quantize", partial(self._quantize_now, work))
-                    self._release()
+                    if work.item.is_staged:
+                        self._release()
                 self._passed(work.item, "quantize")
                 layer = self._last.get(work.item.index)
                 if layer is not None and self.processing.due(layer.spec):
@@ -195,7 +202,11 @@ class Pipeline:
         assert work.wide is not None
         with self.device.working(), self._span("quantize", item):
             stored = self.device.stored[item.param.name]
-            if item.leaf and not item.param.kept_as_stored:
+            if item.held:
+                self._cut_arrivals.store(item, work.wide, stored)
+            elif item.param.is_cut_within and is_quantized(item):
+                store_part(item, work.wide, stored, maximum=self.maximum)
+            elif item.leaf and not item.param.kept_as_stored:
                 self._arrivals.store(item, work.wide, stored)
             else:
                 store_item(item, work.wide, stored)

@@ -10,36 +10,49 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from streaming.column_reads import skips_gaps
 from streaming.open_files import OpenFiles
-from streaming.reading import Fill, PieceReader
+from streaming.reading import Fill, FlatPiece, PieceReader
 
 STEP_NBYTES = 1 << 20
 
 Block = tuple[int, int, int, int, int]  # file, offset, nbytes, last piece, bytes of the plan before it
 
 
-def plan_blocks(pieces: Sequence[Sequence[int]], *, block_nbytes: int) -> list[Block]:
+def plan_blocks(pieces: Sequence[FlatPiece], *, block_nbytes: int) -> list[Block]:
     """The pieces' bytes in their order, as runs of at most block_nbytes; pieces that touch share a block.
 
-    A piece begins with its file, the offset there and its bytes.
+    Of a strided piece, the gaps that its reader reads along are fetched too.
     """
     blocks: list[Block] = []
     before = 0
-    for index, (file, offset, nbytes, *_) in enumerate(pieces):
-        start = offset
-        while start < offset + nbytes:
-            size = min(block_nbytes, offset + nbytes - start)
+    for index, piece in enumerate(pieces):
+        file = piece.file
+        for start, size in _parts(piece, block_nbytes):
             last = blocks[-1] if blocks else None
             if last and last[0] == file and last[1] + last[2] == start and last[2] + size <= block_nbytes:
                 blocks[-1] = (file, last[1], last[2] + size, index, last[4])
             else:
                 blocks.append((file, start, size, index, before))
-            start += size
             before += size
     return blocks
+
+
+def _parts(piece: FlatPiece, most: int) -> Iterator[tuple[int, int]]:
+    for offset, nbytes in _stretches(piece):
+        for start in range(offset, offset + nbytes, most):
+            yield start, min(most, offset + nbytes - start)
+
+
+def _stretches(piece: FlatPiece) -> list[tuple[int, int]]:
+    """(offset, nbytes) of what is read of the piece's file."""
+    run, stride = piece.run_nbytes, piece.stride_nbytes
+    if not (run and skips_gaps(run, stride)):
+        return [(piece.offset, piece.span_nbytes)]
+    return [(piece.offset + row * stride, run) for row in range(piece.nbytes // run)]
 
 
 class Prefetcher:
@@ -108,7 +121,7 @@ class PrefetchedReader:
 
     def __init__(
         self,
-        pieces: Sequence[tuple[int, int, int, int, int, int]],
+        pieces: Sequence[FlatPiece],
         files: OpenFiles,
         fill: Fill,
         report: Callable[[bytes], None],
@@ -117,7 +130,7 @@ class PrefetchedReader:
         before: Callable[[int], None] | None = None,
     ) -> None:
         blocks = plan_blocks(pieces, block_nbytes=how["block_nbytes"])
-        sizes = [piece[2] for piece in pieces]
+        sizes = [sum(nbytes for _, nbytes in _stretches(piece)) for piece in pieces]
         self._ahead = Prefetcher(blocks, files, sizes=sizes, ahead_nbytes=how["ahead_nbytes"])
         passed = _both(before, self._ahead.passed)  # and no method of this one, which would be a ring
         self._reader = PieceReader(pieces, range(len(files)), fill, report, before=passed)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from layers.architecture import SchemeChoice, layer_specs
 from layers.config import parse_config, weight_map
+from layers.cuts import cut_specs, local_config
 from layers.kv_cache import cache_room_nbytes, check_cache_form, kv_cache_nbytes
 from layers.model_config import ModelConfig
 from layers.name_lookup import NameLookup
+from layers.topology import Topology
 from layers.weights import Dropped, LayerSpec
 from quant.dtypes import DType
 from quant.policy import default_policy
@@ -48,6 +51,13 @@ class Prepared:
     reading: ReadChoice
     kv_scales: tuple[tuple[float, float], ...] | None = None  # of an fp8 cache; None: 1 for every layer
     post_process: bool = True  # False: weights stay in the form that files hold (see streaming.post_processing)
+    topology: Topology = field(default_factory=Topology)
+    model: str = ""  # its name, as it was given
+
+    @property
+    def local_config(self) -> ModelConfig:
+        """The configuration with the heads that this rank has: its caches are sized by it."""
+        return local_config(self.config, self.topology)
 
     @property
     def quantization_words(self) -> str:
@@ -67,16 +77,18 @@ class Prepared:
         return (*self.checkpoint.notes, *self.plan.warnings)
 
 
-def prepare(model: str, options: LoadOptions) -> Prepared:
-    """Open the headers, parse the config, plan the load.
+def prepare(model: str, options: LoadOptions, *, rank: int = 0, every_rank: bool = False) -> Prepared:
+    """Open the headers, parse the config, plan the load of one of the ranks that the options ask for.
 
+    `every_rank`: the plan's `ranks` say what each has, where one matching of names can tell (not of saved shards, nor
+    where ranks share the reading).
     Raises CheckpointError with all problems of the files, ModelConfigError, OptionError, BudgetError; reads no weights.
     """
     with collector_at_rest():
-        return _prepare(model, options)
+        return _prepare(model, options, options.topology(rank), every_rank=every_rank)
 
 
-def _prepare(model: str, options: LoadOptions) -> Prepared:
+def _prepare(model: str, options: LoadOptions, topology: Topology, *, every_rank: bool) -> Prepared:
     checkpoint = open_model(model, options)
     if checkpoint.address is not None:
         check_remote_options(options)
@@ -99,8 +111,12 @@ def _prepare(model: str, options: LoadOptions) -> Prepared:
         from streaming.sharded import saved_specs
 
         specs = saved_specs(checkpoint.root, checkpoint.saved, specs)
-    plan = _plan(checkpoint, specs, config, options, tied=tied)
+    plan = _plan(checkpoint, specs, config, options, tied=tied, topology=topology, every_rank=every_rank)
     plan = replace(plan, warnings=(*plan.warnings, *notes))
+    if options.moe_load == "routed_first":
+        from streaming.expert_plan import with_experts_apart
+
+        plan = with_experts_apart(plan, options, saved=checkpoint.saved is not None)
     cache_dtype, kv_scales = options.kv_cache_dtype, None
     if cache_dtype != "auto":
         _check_cache_form(config, cache_dtype)
@@ -108,13 +124,14 @@ def _prepare(model: str, options: LoadOptions) -> Prepared:
 
         plan, kv_scales = cache_scales(plan, checkpoint, cache_dtype=cache_dtype, num_layers=config.num_layers)
     tokens = options.max_model_len or min(DEFAULT_CACHE_TOKENS, config.max_position_embeddings)
+    mine = local_config(config, topology)
     reading = choose_reading(checkpoint, plan, options)
     budget = make_budget(
         plan,
         file_nbytes=reader_nbytes(plan, reading),
         window_nbytes=options.window_nbytes,
-        cache_nbytes=kv_cache_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=cache_dtype)
-        + cache_room_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=cache_dtype),
+        cache_nbytes=kv_cache_nbytes(mine, max_tokens=tokens, dtype=dtype, cache_dtype=cache_dtype)
+        + cache_room_nbytes(mine, max_tokens=tokens, dtype=dtype, cache_dtype=cache_dtype),
         limit_nbytes=options.memory_nbytes,
         packs=options.kernels == "fast",
         device=options.device,
@@ -124,7 +141,8 @@ def _prepare(model: str, options: LoadOptions) -> Prepared:
     read_plan = replace(read_plan, states=planned_states(read_plan, reading, checkpoint.states))
     retie = config.tie_word_embeddings and not tied
     return Prepared(
-        options, checkpoint, config, dtype, plan.specs or specs, plan, budget, read_plan, retie, reading, kv_scales
+        options, checkpoint, config, dtype, plan.specs or specs, plan, budget, read_plan, retie, reading, kv_scales,
+        topology=topology, model=model,
     )  # fmt: skip
 
 
@@ -173,13 +191,30 @@ def _has_both(checkpoint: Checkpoint, config: ModelConfig) -> bool:
 
 
 def _plan(
-    checkpoint: Checkpoint, specs: tuple[LayerSpec, ...], config: ModelConfig, options: LoadOptions, *, tied: bool
+    checkpoint: Checkpoint,
+    specs: tuple[LayerSpec, ...],
+    config: ModelConfig,
+    options: LoadOptions,
+    *,
+    tied: bool,
+    topology: Topology,
+    every_rank: bool,
 ) -> LoadPlan:
-    direct = options.device == "cpu"
+    direct, share = options.device == "cpu", None
+    if options.read_sharing != "none":
+        from streaming.shared_reads import check_sharing, share_reads
+
+        check_sharing(checkpoint, options)
+        share = partial(share_reads, config=config, topology=topology)
     if checkpoint.saved is not None:
         from streaming.sharded_plan import make_stored_plan
 
         return make_stored_plan(checkpoint, specs, direct=direct)
+    survey = None
+    if every_rank and share is None:
+        from streaming.rank_shares import rank_shares
+
+        survey = partial(rank_shares, config=config, topology=topology)
     names = weight_map(config)
     if checkpoint.format == "dummy":
         from streaming.dummy import own_names
@@ -188,6 +223,8 @@ def _plan(
     return make_plan(
         checkpoint, specs, names, tied=tied, direct=direct, read=read_tensor,
         strict=options.loader.weights_track, unwrap=options.unwrap_names, method=disk_method(checkpoint),
+        cut=None if topology.is_single else partial(cut_specs, config=config, topology=topology),
+        share=share, survey=survey,
     )  # fmt: skip
 
 

@@ -109,13 +109,14 @@ def reader_nbytes(plan: LoadPlan, choice: ReadChoice) -> int:
     if choice.strategy == "fastsafetensors":
         return BUFFERS_NBYTES
     if choice.strategy == "instanttensor":
-        return 2 * max((item.tensor.nbytes for item in plan.items), default=0)
+        return 2 * max((item.tensor.nbytes for item in plan.items if not item.is_received), default=0)
     if choice.strategy != "eager":
         return 0
-    files = {item.tensor.file: 0 for item in plan.items}
+    read = [item for item in plan.items if not item.is_received]
+    files = {item.tensor.file: 0 for item in read}
     numbers = {file: number for number, file in enumerate(files)}
     sizes = [state[2] for state in states_of(list(files))]
-    return whole_file_bytes([(numbers[item.tensor.file], item.direct) for item in plan.items], sizes)[1]
+    return whole_file_bytes([(numbers[item.tensor.file], item.direct) for item in read], sizes)[1]
 
 
 def states_of(files: list[object]) -> list[FileState]:

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING
 
 from streaming.errors import BudgetError
 from streaming.open_files import FileState
+from streaming.piece_cutting import PIECE_NBYTES as PIECE_NBYTES
+from streaming.piece_cutting import cut_pieces as cut_pieces
+from streaming.piece_cutting import moved_nbytes
 from streaming.plan import LoadItem, LoadPlan
 
 if TYPE_CHECKING:
     from streaming.checkpoint.remote_file import WeightFile
 
-PIECE_NBYTES = 8 << 20  # one read call: short enough to end soon when the load is cancelled
 ALIGNMENT = 64  # stored weights start at such addresses: kernels' bits can depend on it
 
 
@@ -37,7 +39,11 @@ class Region(IntEnum):
 
 @dataclass(frozen=True)
 class Piece:
-    """One read: nbytes at file_offset of a file, to dest in a region, once `released` window items are released."""
+    """One read: nbytes at file_offset of a file, to dest in a region, once `released` window items are released.
+
+    A *strided* piece is `nbytes / run_nbytes` runs of run_nbytes each, the first at file_offset and each stride_nbytes
+    behind the one before; they go to dest one after the other.
+    """
 
     item: int
     file: int
@@ -46,6 +52,13 @@ class Piece:
     region: Region
     dest: int
     released: int
+    run_nbytes: int = 0  # 0: one run
+    stride_nbytes: int = 0
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes that are read of the file, short gaps between runs included."""
+        return moved_nbytes(self.nbytes, self.run_nbytes, self.stride_nbytes)
 
 
 @dataclass(frozen=True)
@@ -77,7 +90,7 @@ def plan_reads(plan: LoadPlan, *, window_nbytes: int, keep_maps: bool = False) -
             f"({largest:,} bytes): ask for --window {-(-largest >> 20)}MiB or more"
         )
     sizes = [(item, item.nbytes) for item in plan.items]
-    staged = [(item, nbytes) for item, nbytes in sizes if not item.direct]
+    staged = [(item, nbytes) for item, nbytes in sizes if item.is_staged]
     slots = ring_slots([nbytes for _, nbytes in staged], capacity=window_nbytes)
     window = {item.index: slot for (item, _), slot in zip(staged, slots, strict=True)}
     kept = views_of_files(plan) if keep_maps else {}
@@ -86,15 +99,17 @@ def plan_reads(plan: LoadPlan, *, window_nbytes: int, keep_maps: bool = False) -
     pieces = []
     for item, nbytes in sizes:
         file = files.setdefault(item.tensor.file, len(files))
+        if item.is_received:
+            continue
         region = Region.FINAL if item.direct else Region.WINDOW
         if kept and item.direct and stored_key(item) in kept:
             region, dest, released = Region.MAPPED, 0, 0
         else:
             dest, released = (_final_dest(item, final), 0) if item.direct else window[item.index]
-        offset = item.file_offset
-        for start in range(0, nbytes, PIECE_NBYTES):
-            size = min(PIECE_NBYTES, nbytes - start)
-            pieces.append(Piece(item.index, file, offset + start, size, region, dest + start, released))
+        for start, before, size, stride in cut_pieces(nbytes, item.run_nbytes, item.stride_nbytes):
+            run = item.run_nbytes if stride else 0
+            place, offset = dest + before, item.file_offset + start
+            pieces.append(Piece(item.index, file, offset, size, region, place, released, run, stride))
     used = min(window_nbytes, sum(_aligned(nbytes) for _, nbytes in staged))
     offsets = {index: slot[0] for index, slot in window.items()}
     mapped = {key: (files[file], offset) for key, (file, offset) in kept.items()}
@@ -150,7 +165,8 @@ def views_of_files(plan: LoadPlan) -> dict[tuple[str, str], tuple[WeightFile, in
         first = begins.setdefault(key, (item.tensor.file, item.file_offset))
         local = isinstance(item.tensor.file, Path) and not item.tensor.generated
         runs_on = ends.setdefault(key, item.file_offset) == item.file_offset and first[0] == item.tensor.file
-        if not (item.direct and local and runs_on and first[1] % ALIGNMENT == 0 and item.nbytes):
+        one_run = item.nbytes > 0 and not item.stride_nbytes and not item.is_received
+        if not (item.direct and local and runs_on and first[1] % ALIGNMENT == 0 and one_run):
             broken.add(key)
         ends[key] = item.file_offset + item.nbytes
     return {key: place for key, place in begins.items() if key not in broken}

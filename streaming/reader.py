@@ -129,8 +129,18 @@ def _completion(piece: int, code: int, start_s: float, end_s: float) -> Completi
 _WORDS = {reading.SHORT: "short", reading.CHANGED: "changed"}
 
 
-def _flat(read_plan: ReadPlan) -> list[tuple[int, int, int, int, int, int]]:
-    return [(p.file, p.file_offset, p.nbytes, int(p.region), p.dest, p.released) for p in read_plan.pieces]
+def _flat(read_plan: ReadPlan) -> list[reading.FlatPiece]:
+    return [
+        reading.FlatPiece(
+            p.file, p.file_offset, p.nbytes, int(p.region), p.dest, p.released, p.run_nbytes, p.stride_nbytes
+        )
+        for p in read_plan.pieces
+    ]
+
+
+def _as_told(piece: reading.FlatPiece) -> tuple[int, ...]:
+    """The numbers of a piece in a job: plain ones, which most are, without those of runs."""
+    return piece if piece.run_nbytes else piece[:6]
 
 
 def open_files(read_plan: ReadPlan) -> list[int]:
@@ -232,7 +242,8 @@ class ProcessReader:
 
     def _job(self, how: ReadMethod) -> dict[str, object]:
         regions = [self._shared.get(region, -1) for region in Region]
-        return {"regions": regions, "pieces": _flat(self.read_plan), "threads": how.threads, "how": asdict(how)}
+        pieces = [_as_told(piece) for piece in _flat(self.read_plan)]
+        return {"regions": regions, "pieces": pieces, "threads": how.threads, "how": asdict(how)}
 
     def _send(self, data: bytes) -> None:
         assert self._process.stdin is not None

@@ -21,13 +21,15 @@ from streaming.open_files import OpenFiles
 from streaming.reading_records import COUNT as COUNT
 from streaming.reading_records import RECORD as RECORD
 from streaming.reading_records import SHORT as SHORT
+from streaming.reading_records import FlatPiece as FlatPiece
 from streaming.reading_records import fault_code
+from streaming.strided_fill import fill_memory_runs, fill_shared_runs, runs_of, write_runs
 from streaming.window_room import WindowRoom
 
 BUFFER_NBYTES = 1 << 20
 
-_Piece = tuple[int, int, int, int, int, int]  # file, file offset, nbytes, region, dest, released
-Fill = Callable[[int, int, int, int, int], int]  # (descriptor, offset, nbytes, region, dest) -> 0, or SHORT
+Fill = Callable[[int, FlatPiece], int]  # (descriptor, piece) -> 0, or SHORT
+Put = Callable[[memoryview, FlatPiece], None]  # (the bytes of the file from the piece's first to its last, piece)
 
 
 class PieceReader:
@@ -35,7 +37,7 @@ class PieceReader:
 
     def __init__(
         self,
-        pieces: Sequence[_Piece],
+        pieces: Sequence[FlatPiece],
         descriptors: Sequence[int],
         fill: Fill,
         report: Callable[[bytes], None],
@@ -66,18 +68,18 @@ class PieceReader:
     def _take(self) -> int | None:
         with self._room.changed:
             while not self._room.stopped and self._next < len(self._pieces):
-                if self._pieces[self._next][5] <= self._room.released:
+                if self._pieces[self._next].released <= self._room.released:
                     self._next += 1
                     return self._next - 1
                 self._room.changed.wait()
             return None
 
     def _read(self, index: int) -> int:
-        file, offset, nbytes, region, dest, _ = self._pieces[index]
+        piece = self._pieces[index]
         try:
             if self._before is not None:
                 self._before(index)
-            return self._fill(self._descriptors[file], offset, nbytes, region, dest)
+            return self._fill(self._descriptors[piece.file], piece)
         except Exception as error:
             return fault_code(error)
 
@@ -93,12 +95,19 @@ def read_fully(descriptor: int, into: Any, offset: int) -> int:
     return 0
 
 
-def fill_memory(regions: Sequence[Any]) -> Callable[[int, int, int, int, int], int]:
-    """Fills memory of this process: (file, offset, nbytes, region, dest) -> 0 or SHORT."""
-    return lambda file, offset, nbytes, region, dest: read_fully(file, regions[region][dest : dest + nbytes], offset)
+def fill_memory(regions: Sequence[Any]) -> Fill:
+    """Fills memory of this process."""
+    buffers = threading.local()
+
+    def fill(file: int, piece: FlatPiece) -> int:
+        if piece.run_nbytes:
+            return fill_memory_runs(file, piece, regions[piece.region], _own_buffer(buffers))
+        return read_fully(file, regions[piece.region][piece.dest : piece.dest + piece.nbytes], piece.offset)
+
+    return fill
 
 
-def fill_shared(shared: Sequence[int]) -> Callable[[int, int, int, int, int], int]:
+def fill_shared(shared: Sequence[int]) -> Fill:
     """Fills shared memory through its descriptor, by way of a small buffer that stays in the cache.
 
     Writing to the descriptor takes a quarter less processor time than reading into a mapping of it (0.62 against 0.80
@@ -106,19 +115,27 @@ def fill_shared(shared: Sequence[int]) -> Callable[[int, int, int, int, int], in
     """
     buffers = threading.local()
 
-    def fill(file: int, offset: int, nbytes: int, region: int, dest: int) -> int:
-        if not hasattr(buffers, "view"):
-            buffers.view = memoryview(mmap.mmap(-1, BUFFER_NBYTES))
-        done = 0
-        while done < nbytes:
-            got = os.preadv(file, [buffers.view[: min(BUFFER_NBYTES, nbytes - done)]], offset + done)
+    def fill(file: int, piece: FlatPiece) -> int:
+        buffer, done = _own_buffer(buffers), 0
+        if piece.run_nbytes:
+            return fill_shared_runs(file, piece, shared[piece.region], buffer)
+        while done < piece.nbytes:
+            got = os.preadv(file, [buffer[: min(BUFFER_NBYTES, piece.nbytes - done)]], piece.offset + done)
             if got == 0:
                 return SHORT
-            write_fully(shared[region], buffers.view[:got], dest + done)
+            write_fully(shared[piece.region], buffer[:got], piece.dest + done)
             done += got
         return 0
 
     return fill
+
+
+def _own_buffer(buffers: threading.local) -> memoryview:
+    """This thread's."""
+    if not hasattr(buffers, "view"):
+        buffers.view = memoryview(mmap.mmap(-1, BUFFER_NBYTES))
+    found: memoryview = buffers.view
+    return found
 
 
 def write_fully(descriptor: int, data: Any, offset: int) -> None:
@@ -131,10 +148,10 @@ def write_fully(descriptor: int, data: Any, offset: int) -> None:
 def fill_checked(files: OpenFiles, fill: Fill) -> Fill:
     """`fill`, given a file's number in place of its descriptor; CHANGED where the file is not what it was."""
 
-    def fill_from(file: int, offset: int, nbytes: int, region: int, dest: int) -> int:
+    def fill_from(file: int, piece: FlatPiece) -> int:
         descriptor, changed = files.take(file), 0
         try:
-            code = fill(descriptor, offset, nbytes, region, dest)
+            code = fill(descriptor, piece)
         finally:
             changed = files.give_back(file)
         return code or changed
@@ -167,7 +184,7 @@ def main() -> None:
 
 
 def _carrier_of(job: Mapping[str, Any], report: Callable[[bytes], None]) -> tuple[Carrier, Works]:
-    pieces = [tuple(piece) for piece in job["pieces"]]
+    pieces = [FlatPiece(*piece) for piece in job["pieces"]]
     files = open_files_of(pieces, job["paths"], job["states"])
     return make_carrier(pieces, files, job["how"], shared_memory(job["regions"]), report)
 
@@ -193,11 +210,11 @@ def serve(carrier_of: Callable[[Mapping[str, Any], Callable[[bytes], None]], tup
     os._exit(0)  # whoever asked is gone or wants no more: a read in flight must not keep the process
 
 
-def open_files_of(pieces: Sequence[_Piece], paths: Sequence[str], states: Sequence[Any]) -> OpenFiles:
+def open_files_of(pieces: Sequence[FlatPiece], paths: Sequence[str], states: Sequence[Any]) -> OpenFiles:
     """The files of these pieces."""
     uses = [0] * len(paths)
     for piece in pieces:
-        uses[piece[0]] += 1
+        uses[piece.file] += 1
     return OpenFiles(paths, [tuple(state) for state in states], uses)
 
 
@@ -206,7 +223,7 @@ class Memory(NamedTuple):
 
     fill: Fill
     fill_from_map: Callable[[], Fill]
-    put: Callable[[memoryview, int, int], None]  # (bytes, region, dest)
+    put: Put
 
 
 def shared_memory(shared: Sequence[int]) -> Memory:
@@ -217,9 +234,10 @@ def shared_memory(shared: Sequence[int]) -> Memory:
 
         return fill_shared_from_map(shared)
 
-    return Memory(
-        fill_shared(shared), fill_from_map, lambda data, region, dest: write_fully(shared[region], data, dest)
-    )
+    def put(data: memoryview, piece: FlatPiece) -> None:
+        put_shared(data, piece, shared[piece.region])
+
+    return Memory(fill_shared(shared), fill_from_map, put)
 
 
 def own_memory(regions: Sequence[Any]) -> Memory:
@@ -230,14 +248,32 @@ def own_memory(regions: Sequence[Any]) -> Memory:
 
         return fill_memory_from_map(regions)
 
-    def put(data: memoryview, region: int, dest: int) -> None:
-        regions[region][dest : dest + len(data)] = data
+    def put(data: memoryview, piece: FlatPiece) -> None:
+        put_own(data, piece, regions[piece.region])
 
     return Memory(fill_memory(regions), fill_from_map, put)
 
 
+def put_shared(data: memoryview, piece: FlatPiece, descriptor: int) -> None:
+    """Write the piece, of its file's bytes from its first to its last, to its place behind a descriptor."""
+    if piece.run_nbytes:
+        write_runs(descriptor, runs_of(data, piece), piece.dest)
+    else:
+        write_fully(descriptor, data, piece.dest)
+
+
+def put_own(data: memoryview, piece: FlatPiece, memory: Any) -> None:
+    """The same to memory of this process."""
+    if not piece.run_nbytes:
+        memory[piece.dest : piece.dest + piece.nbytes] = data
+        return
+    for index, run in enumerate(runs_of(data, piece)):
+        start = piece.dest + index * piece.run_nbytes
+        memory[start : start + piece.run_nbytes] = run
+
+
 def make_carrier(
-    pieces: Sequence[_Piece],
+    pieces: Sequence[FlatPiece],
     files: OpenFiles,
     how: Mapping[str, Any],
     memory: Memory,

@@ -30,10 +30,21 @@ class Residency:
     """States of all layers. `ready` means: read, cut, converted, quantized, post-processed, visible to the compute."""
 
     def __init__(
-        self, layers: Sequence[str], tracer: Tracer, *, check: Callable[[str], None] = lambda layer: None
+        self,
+        layers: Sequence[str],
+        tracer: Tracer,
+        *,
+        check: Callable[[str], None] = lambda layer: None,
+        agree: Callable[[str], None] | None = None,
     ) -> None:
-        """`check(layer)` is called at each lease, and raises when the layer's memory is no longer what was loaded."""
-        self._check = check
+        """`check(layer)` is called at each lease, and raises when the layer's memory is no longer what was loaded.
+
+        `agree(layer)`: of a run on several ranks. A layer that is published stays unready until `confirm` says that all
+        ranks have it; this is called to tell them that this one has.
+        """
+        self._check, self._agree = check, agree
+        self._held: set[str] = set()  # published here, and perhaps not yet by the other ranks
+        self._others_loaded = agree is None
         self._states = dict.fromkeys(layers, LayerState.EMPTY)
         self._stages = dict.fromkeys(layers, "read")
         self._unready = len(layers)
@@ -57,8 +68,9 @@ class Residency:
     def mark(self, layer: str, stage: str) -> None:
         """The earliest item of the layer that is not ready is in this stage now (what a waiting forward is told)."""
         with self._changed:
-            self._stages[layer] = stage
-            self._changed.notify_all()
+            if layer not in self._held:
+                self._stages[layer] = stage
+                self._changed.notify_all()
 
     def publish_rows(self, layer: str, param: str, rows: int) -> None:
         """The first `rows` rows of one of the layer's parameters are in their place and may be used."""
@@ -70,7 +82,30 @@ class Residency:
         """The whole layer is in its place. `event` is what a device's compute stream must wait for, if anything."""
         with self._changed:
             self._events[layer] = event
+            if self._agree is not None:
+                self._held.add(layer)
+                self._stages[layer] = "other ranks"
+        if self._agree is None:
+            self._set(layer, LayerState.READY)
+        else:
+            self._agree(layer)
+
+    def confirm(self, layer: str) -> None:
+        """Every rank has published the layer: it is ready."""
         self._set(layer, LayerState.READY)
+
+    def hold_for(self, layer: str, rank: int) -> None:
+        """A layer that is published here waits for this rank: a wait is booked under "rank N"."""
+        with self._changed:
+            if layer in self._held:
+                self._stages[layer] = f"rank {rank}"
+                self._changed.notify_all()
+
+    def others_loaded(self) -> None:
+        """Every other rank has loaded all that it has."""
+        with self._changed:
+            self._others_loaded = True
+            self._changed.notify_all()
 
     def evict(self, layer: str) -> None:
         """The layer's memory is given back; refused while it is leased."""
@@ -187,6 +222,10 @@ class Residency:
     def wait_finished(self, timeout: float | None = None) -> bool:
         """Block until the whole load is over: True, or False after `timeout` seconds. Raises what ended the load."""
         return self._wait(lambda: self._finished, "head", timeout)
+
+    def wait_everywhere(self) -> None:
+        """Block until every layer is ready and the other ranks have loaded theirs. Raises what ended the load."""
+        self._wait(lambda: self._unready == 0 and self._others_loaded, "head", None)
 
     def _wait(self, done: Callable[[], bool], layer: str, timeout: float | None) -> bool:
         deadline = None if timeout is None else time.monotonic() + timeout

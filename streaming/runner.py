@@ -5,18 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from layers.batch import Batch
-from layers.context import StepContext
+from layers.context import AwaitExperts, StepContext
 from layers.decoder import DecoderModel
+from layers.parallel import Groups
+from layers.topology import Topology
 from quant.kernels import Kernels
 from streaming.device import Device
 from streaming.embedding_rows import EmbeddingRows
 from streaming.panel_pool import PanelPool
 from streaming.residency import Residency
 from streaming.trace import Tracer
+
+if TYPE_CHECKING:
+    from streaming.distributed import DistributedGroup, ProcessGroups
+    from streaming.expert_loading import ExpertLoader
+    from streaming.ranks.lead import Lead
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,10 @@ def choose_threads(asked: int | None) -> ThreadCounts:
 
 @dataclass
 class ModelRunner:
-    """Runs batches through the model. To be used from one thread."""
+    """Runs batches through the model. To be used from one thread.
+
+    On several ranks, `lead` is rank 0's, whose `forward` is computed by all of them; each rank `run`s its part.
+    """
 
     model: DecoderModel
     device: Device
@@ -49,38 +61,92 @@ class ModelRunner:
     panels: PanelPool
     layer_outputs: Callable[[str, torch.Tensor], None] | None = None
     int8_activations: bool = False
-    layers: Sequence[str] = field(init=False)
+    topology: Topology = field(default_factory=Topology)
+    process_groups: ProcessGroups | None = None
+    lead: Lead | None = None
+    experts: ExpertLoader | None = None  # where they are loaded apart from their layers
+    layers: Sequence[str] = field(init=False)  # of this rank's stage
 
     def __post_init__(self) -> None:
-        self.layers = [f"layers.{index}" for index in range(len(self.model.layers))]
+        self._first, stop = self.topology.layers_of_stage(len(self.model.layers))
+        self.layers = [f"layers.{index}" for index in range(self._first, stop)]
         self._table_layer = "embed" if "embed" in self.residency.states() else "head"
 
     def forward(
         self, batch: Batch, rows: Sequence[int], *, stop: Callable[[], None], packed: bool = False
     ) -> torch.Tensor:
-        """float32 logits [len(rows), vocab] of the batch's tokens `rows`; `stop` raises to cancel, between matmuls.
+        """float32 logits [len(rows), vocab] of the batch's tokens `rows`; `stop` raises to cancel, between matmuls (on
+        several ranks: between steps).
 
         `packed`: use the layers' packed copies (see streaming.packing).
         """
+        if self.lead is not None:
+            return self.lead.forward(self, batch, rows, stop=stop, packed=packed)
+        logits = self.run(batch, rows, stop=stop, packed=packed, table=self.has_table())
+        assert logits is not None  # one rank is the last stage too
+        return logits
+
+    def has_table(self) -> bool:
+        """Whether the embedding table is there."""
+        return self.residency.is_ready(self._table_layer)
+
+    def run(
+        self, batch: Batch, rows: Sequence[int], *, stop: Callable[[], None], packed: bool, table: bool
+    ) -> torch.Tensor | None:
+        """This rank's part of a step: the logits, or None where a later stage of the pipeline has them.
+
+        `table`: use the embedding table; else the tokens' rows are fetched from the file. `batch` may be empty where
+        other ranks have sequences and this one has not.
+        """
+        if self.experts is None or self.experts.is_done:
+            return self._run(batch, rows, stop, packed=packed, table=table)
+        with self.experts.computing():
+            return self._run(batch, rows, stop, packed=packed, table=table)
+
+    def _run(
+        self, batch: Batch, rows: Sequence[int], stop: Callable[[], None], *, packed: bool, table: bool
+    ) -> torch.Tensor | None:
+        groups = Groups() if self.process_groups is None else self.process_groups.forward
         context = StepContext(
-            self.kernels, packed, stop, lambda p, n: self._await_rows(p, n, stop), self.int8_activations
-        )
+            self.kernels, packed, stop, lambda p, n: self._await_rows(p, n, stop), self.int8_activations, groups,
+            self._await_experts(stop),
+        )  # fmt: skip
         self._set_threads()
-        hidden = self._embed(batch, context)
+        hidden = self._embed(batch, context, table=table) if self.topology.stage == 0 else self._receive(batch)
         rope = self.model.rope(batch)
-        for name, layer in zip(self.layers, self.model.layers, strict=True):
+        for index, name in enumerate(self.layers, start=self._first):
             with self.residency.lease(name, stop=stop) as moment:
                 self.device.order_after(moment)
                 self._set_threads()
                 with self.tracer.span("forward", name, layer=name):
-                    hidden = layer(hidden, batch, rope, context)
+                    hidden = self.model.layers[index](hidden, batch, rope, context)
             if self.layer_outputs is not None:
                 self.layer_outputs(name, hidden)
         batch.advance()
+        if self.topology.stage < self.topology.pipeline - 1:
+            self.peers.send(hidden, to=self.topology.rank + self.topology.stage_ranks)
+            return None
         return self._head(hidden[list(rows)], context, stop)
 
-    def _embed(self, batch: Batch, context: StepContext) -> torch.Tensor:
-        if self.residency.is_ready(self._table_layer):
+    @property
+    def peers(self) -> DistributedGroup:
+        """All ranks, to send to and receive from, in a run where they do."""
+        assert self.process_groups is not None
+        assert self.process_groups.world is not None
+        return self.process_groups.world
+
+    def _receive(self, batch: Batch) -> torch.Tensor:
+        """hidden [T, D] from the stage before."""
+        shape = (batch.token_ids.shape[0], self.model.config.hidden_size)
+        source, device = self.topology.rank - self.topology.stage_ranks, self.device.torch_device
+        with self.tracer.span("forward", f"from rank {source}", layer=self.layers[0]):
+            return self.peers.receive(shape, self.model.dtype, source=source, device=device)
+
+    def _embed(self, batch: Batch, context: StepContext, *, table: bool) -> torch.Tensor:
+        if not batch.sequences:
+            width, device = self.model.config.hidden_size, self.device.torch_device
+            return torch.empty(0, width, dtype=self.model.dtype, device=device)
+        if table:
             with self.residency.lease(self._table_layer, stop=context.check) as moment:
                 self.device.order_after(moment)
                 return self.model.embed(batch.token_ids, context)
@@ -89,13 +155,25 @@ class ModelRunner:
         return found.to(self.device.torch_device)
 
     def _head(self, hidden: torch.Tensor, context: StepContext, stop: Callable[[], None]) -> torch.Tensor:
+        if not self.topology.is_single and not hidden.shape[0]:
+            return torch.empty(0, self.model.config.vocab_size, device=self.device.torch_device)
         if self.device.torch_device.type == "cpu":  # the head's rows can be used while its last ones still arrive
             with self.tracer.span("forward", "head", layer="head"):
-                return self.model.head(hidden, context)
+                local = self.model.local_logits(hidden, context)
+            if self.topology.is_single:
+                return self.model.gather_logits(local, context)
+            with self.residency.lease("head", stop=stop):  # all ranks have the whole of it: they meet here
+                return self.model.gather_logits(local, context)
         with self.residency.lease("head", stop=stop) as moment:
             self.device.order_after(moment)
             with self.tracer.span("forward", "head", layer="head"):
                 return self.model.head(hidden, context)
+
+    def _await_experts(self, stop: Callable[[], None]) -> AwaitExperts | None:
+        """What a sparse layer calls before it reads experts, while they are loaded apart from their layers."""
+        if self.experts is None or self.experts.is_done:
+            return None
+        return partial(self.experts.needed, stop=stop)
 
     def _await_rows(self, param: str, rows: int, stop: Callable[[], None]) -> None:
         if self.device.torch_device.type == "cpu":

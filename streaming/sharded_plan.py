@@ -6,7 +6,7 @@ matched, fused or renamed: each stored tensor is there, in its shape and dtype, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from layers.architecture import EMBED_WEIGHT
@@ -14,7 +14,9 @@ from layers.weights import LayerSpec, ParamSpec
 from quant.int4 import ORDER
 from quant.scheme import StoredSpec
 from streaming.checkpoint.tensors import Checkpoint, TensorInfo
-from streaming.plan import ITEM_NBYTES, LoadPlan, Run, checkpoint_error, lay_out
+from streaming.load_plan import LoadItem, LoadPlan
+from streaming.plan import checkpoint_error, lay_out
+from streaming.plan_items import ITEM_NBYTES, runs_of_rows
 
 
 def make_stored_plan(
@@ -29,7 +31,7 @@ def make_stored_plan(
     wrong = list(_mismatches(wanted, checkpoint.tensors))
     if missing or wrong:
         raise checkpoint_error(checkpoint, (*missing, *wrong), missing=not wrong)
-    layers = lay_out(specs, partial(_runs_of, tensors=checkpoint.tensors, direct=direct, item_nbytes=item_nbytes))
+    layers = lay_out(specs, partial(_items_of, tensors=checkpoint.tensors, direct=direct, item_nbytes=item_nbytes))
     return LoadPlan(layers, checkpoint.tensors[EMBED_WEIGHT], {})
 
 
@@ -53,12 +55,20 @@ def _mismatches(wanted: Mapping[str, StoredSpec], tensors: Mapping[str, TensorIn
             )
 
 
-def _runs_of(param: ParamSpec, *, tensors: Mapping[str, TensorInfo], direct: bool, item_nbytes: int) -> Iterable[Run]:
+def _items_of(
+    param: ParamSpec,
+    layer: str,
+    numbers: Iterator[int],
+    *,
+    tensors: Mapping[str, TensorInfo],
+    direct: bool,
+    item_nbytes: int,
+) -> Iterable[LoadItem]:
     for full in stored_names(param):
         info, name = tensors[full], full.rpartition(".")[2]
         rows = info.shape[0] if info.shape else 1
         straight = direct and name != ORDER  # whose numbers products believe: they are looked at on their way
-        step = max(1, item_nbytes // max(1, info.row_nbytes))
-        for start in range(0, rows, step):
-            run = (start, min(rows, start + step))
-            yield param, 0, info, run, run, straight, len(param.sections), name, "", "", False
+        for run in runs_of_rows(info, (0, rows), item_nbytes=item_nbytes):
+            yield LoadItem(
+                next(numbers), layer, param, 0, info, run, run, straight, sections=len(param.sections), stored=name
+            )

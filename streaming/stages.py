@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from layers.parallel import Group
 from quant.disk_forms.form import disk_tensors, same_bytes
 from quant.dtypes import DType, to_torch
 from quant.int4 import ORDER
@@ -50,6 +51,9 @@ def item_views(item: LoadItem, stored: Mapping[str, torch.Tensor]) -> dict[str, 
     if item.stored is not None:
         whole = stored[item.stored]
         return {item.stored: whole[item.rows[0] : item.rows[1]] if whole.dim() else whole}
+    if item.leaf and item.param.is_cut_within:
+        first = item.param.section_starts[item.section]
+        return {item.fills: stored[item.fills][first + item.section_rows[0] : first + item.section_rows[1]]}
     if item.leaf:
         view = _coded_views(item, stored)[item.fills]
         return {item.fills: view[item.section_rows[0] : item.section_rows[1]] if is_as_stored(item) else view}
@@ -75,8 +79,8 @@ def is_as_stored(item: LoadItem) -> bool:
 
 
 def _shape(item: LoadItem) -> tuple[int, int]:
-    run = item.param.run_at(item.section)
-    return item.param.run_rows[run], item.param.shape[1]
+    whole = item.param.whole
+    return whole.run_rows[item.disk_run], whole.shape[1]
 
 
 def _coded_views(item: LoadItem, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -96,7 +100,7 @@ def arrival(item: LoadItem) -> dict[str, StoredSpec]:
 
 def place_of_rows(item: LoadItem, stored: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     """Where an item that is decoded and not quantized can be written at once, in the shape and dtype of its numbers."""
-    if is_quantized(item) or not needs_decoding(item):
+    if is_quantized(item) or not needs_decoding(item) or item.picked or item.columns:
         return None
     if not item.leaf:
         (view,) = item_views(item, stored).values()
@@ -108,11 +112,40 @@ def place_of_rows(item: LoadItem, stored: Mapping[str, torch.Tensor]) -> torch.T
     return view.view(dtype).view(item_shape(item)) if dtype.itemsize == view.dtype.itemsize else None
 
 
+def share(item: LoadItem, raw: torch.Tensor, *, group: Group) -> torch.Tensor:
+    """The item's bytes, on the host: on their way to the ranks that have not read them, or from the one that has.
+
+    Nothing waits in a circle. Every rank of a group enters here for its items in plan order, from one stage, and the
+    order is the same on all of them. Take the first item that is not yet shared on every rank that wants it: its owner
+    is held up by no earlier one, and has, or will get, its bytes, since reading waits for window room alone, which
+    earlier items give back as they are quantized. To be quantized they may need the maxima of other ranks, where the
+    same item has been shared as well. Maxima go over a group of their own, from the next stage: the two never meet.
+    """
+    if item.shared is not None:
+        group.broadcast(raw, root=item.shared.owner, ranks=item.shared.ranks)
+    return raw
+
+
 def slice_item(item: LoadItem, raw: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """The item's wide numbers [rows, ...] in `wide_dtype`: uint8 `raw` is decoded, permuted, converted.
+    """The item's wide numbers [rows, ...] in `wide_dtype`: uint8 `raw` is decoded, permuted, converted; of a parameter
+    that is cut over ranks this rank's rows and columns, unless all are needed to quantize them.
 
     With `out` they are written there (and that is returned); without, a plain item is a view of `raw`.
     """
+    return _own(item, _numbers(item, raw, out))
+
+
+def _own(item: LoadItem, numbers: torch.Tensor) -> torch.Tensor:
+    if item.picked and not item.scales_of_all:
+        numbers = torch.cat([numbers[first:stop] for first, stop in item.picked])
+    if item.columns is None or item.scales_of_all:
+        return numbers
+    if item.leaf:
+        return numbers.view(torch.uint8)[:, slice(*item.columns)]
+    return numbers[:, slice(*item.columns)]
+
+
+def _numbers(item: LoadItem, raw: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     shape = item_shape(item)
     dtype = to_torch(wide_dtype(item))
     if not needs_decoding(item):
@@ -130,6 +163,8 @@ def item_shape(item: LoadItem) -> tuple[int, ...]:
     """The shape of the item's numbers."""
     if item.stored is not None or item.leaf:
         return (item.rows[1] - item.rows[0], *item.tensor.shape[1:]) if item.tensor.shape else ()
+    if item.param.is_cut_within:
+        return (item.rows[1] - item.rows[0], *item.tensor.shape[1:])
     return (item.rows[1] - item.rows[0], *item.param.shape[1:])
 
 
@@ -151,7 +186,7 @@ def store_item(item: LoadItem, wide: torch.Tensor, stored: Mapping[str, torch.Te
     if not is_quantized(item):
         (target,) = item_views(item, stored).values()
         if target.data_ptr() != wide.data_ptr():
-            target.copy_(same_bytes(wide, target) if item.leaf else wide.view(target.shape))
+            target.copy_(same_bytes(wide, target) if item.leaf else wide.reshape(target.shape))
         return
     for part, numbers in _sections(item, wide):
         item.param.scheme.quantize_into(numbers, item_views(part, stored))

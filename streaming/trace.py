@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -47,8 +47,11 @@ class Tracer:
     """Collects spans from any thread. A lane keeps its first `max_spans_per_lane` spans and counts the rest, so that
     hours of decoding take no more memory than the first minutes."""
 
-    def __init__(self, *, max_spans_per_lane: int = 20_000) -> None:
-        self._max = max_spans_per_lane
+    def __init__(
+        self, *, max_spans_per_lane: int = 20_000, on_begin: Callable[[str, str, str], None] | None = None
+    ) -> None:
+        """`on_begin(lane, name, layer)` is called, in its thread, whenever a block begins that is timed."""
+        self._max, self.on_begin = max_spans_per_lane, on_begin
         self._lock = threading.Lock()
         self._spans: list[Span] = []
         self._kept: dict[str, int] = {}
@@ -105,6 +108,8 @@ class OpenSpan:
         self._start_s = 0.0
 
     def __enter__(self) -> dict[str, Value]:
+        if self._tracer.on_begin is not None:
+            self._tracer.on_begin(self._lane, self._name, self._layer)
         self._start_s = time.monotonic()
         return self._args
 

@@ -40,7 +40,7 @@ class WeightChecks:
         key = (item.tensor.name, item.param.name, item.tensor.offset)
         self._parts.setdefault(key, []).append(extremes)
         self._rows[key] = self._rows.get(key, 0) + item.rows[1] - item.rows[0]
-        if self._rows[key] >= (item.tensor.shape or (1,))[0]:
+        if item.param.is_cut_within or self._rows[key] >= (item.tensor.shape or (1,))[0]:
             self._whole.append((item, key))
 
     def judge(self) -> Iterator[tuple[LoadItem, str]]:
@@ -50,8 +50,11 @@ class WeightChecks:
         """
         while self._whole:
             item, key = self._whole.pop(0)
+            if key not in self._parts:
+                continue
             kind = item.param.kind
-            zeros_fit = kind is ParamKind.SINK or (kind is ParamKind.NORM and self._norm is NormKind.RMS_PLUS_ONE)
+            zeros_fit = item.param.is_cut_within  # a part of a good tensor may be zeros
+            zeros_fit |= kind is ParamKind.SINK or (kind is ParamKind.NORM and self._norm is NormKind.RMS_PLUS_ONE)
             if fault := fault_of(torch.stack(self._parts.pop(key)).double(), zeros_fit=zeros_fit):
                 line = f"{item.tensor.name} in {item.tensor.file.name} {fault}"
                 if line not in self.faults:

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from streaming.open_files import OpenFiles
-from streaming.reading_records import RECORD, SHORT, fault_code
+from streaming.reading_records import RECORD, SHORT, FlatPiece, fault_code
 from streaming.window_room import WindowRoom
 
 STEP_NBYTES = 8 << 20
 FINAL = 0  # the region whose pieces have room from the start
 
-Put = Callable[[memoryview, int, int], None]  # (bytes, region, dest)
+Put = Callable[[memoryview, FlatPiece], None]  # (the bytes of the file from the piece's first to its last, piece)
 
 
 def file_visits(pieces: Sequence[tuple[int, bool]]) -> list[int]:
@@ -41,7 +41,7 @@ class WholeFileReader:
 
     def __init__(
         self,
-        pieces: Sequence[tuple[int, int, int, int, int, int]],
+        pieces: Sequence[FlatPiece],
         files: OpenFiles,
         put: Put,
         report: Callable[[bytes], None],
@@ -55,8 +55,8 @@ class WholeFileReader:
         self._done: set[int] = set()
         self._free: dict[int, list[int]] = {}
         for index, piece in enumerate(pieces):
-            if piece[3] == FINAL:
-                self._free.setdefault(piece[0], []).append(index)
+            if piece.region == FINAL:
+                self._free.setdefault(piece.file, []).append(index)
 
     def release(self, count: int) -> None:
         """`count` window items have been released in all."""
@@ -69,7 +69,7 @@ class WholeFileReader:
     def run(self) -> None:
         """Read until no piece is left, one fails, or stop() is called."""
         for index, piece in enumerate(self._pieces):
-            if index not in self._done and not (self._await(piece[5]) and self._read(index, piece[0])):
+            if index not in self._done and not (self._await(piece.released) and self._read(index, piece.file)):
                 return
 
     def _await(self, released: int) -> bool:
@@ -118,15 +118,15 @@ class WholeFileReader:
         return done
 
     def _cut(self, index: int, start: float) -> bool:
-        _, offset, nbytes, region, dest, _ = self._pieces[index]
-        data, code = self._data[offset : offset + nbytes], 0
+        piece = self._pieces[index]
+        data, code = self._data[piece.offset : piece.offset + piece.span_nbytes], 0
         if self._room.stopped:
             return False
         try:
-            if len(data) < nbytes:
+            if len(data) < piece.span_nbytes:
                 code = SHORT
             else:
-                self._put(data, region, dest)
+                self._put(data, piece)
         except Exception as error:
             code = fault_code(error)
         self._done.add(index)

@@ -74,7 +74,7 @@ def given_prompts(options: argparse.Namespace) -> list[Prompt]:
 
 def make_progress(options: argparse.Namespace, prepared: Prepared) -> Progress:
     """The live lines on stderr."""
-    layers = [layer.name for layer in prepared.plan.layers]
+    layers = [layer.name for layer in prepared.plan.all_layers]
     return Progress(sys.stderr, layers=layers, enabled=not (options.quiet or options.json))
 
 

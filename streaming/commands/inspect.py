@@ -57,11 +57,11 @@ def run(options: argparse.Namespace) -> int:
 def chosen_layers(prepared: Prepared, name: str | None) -> list[LayerPlan]:
     """All layers, or the one that is called so. Raises OptionError naming those there are."""
     if name is None:
-        return list(prepared.plan.layers)
+        return list(prepared.plan.all_layers)
     wanted = f"layers.{name}" if name.isdecimal() else name
-    found = [layer for layer in prepared.plan.layers if layer.name == wanted]
+    found = [layer for layer in prepared.plan.all_layers if layer.name == wanted]
     if not found:
-        known = ", ".join(layer.name for layer in prepared.plan.layers)
+        known = ", ".join(layer.name for layer in prepared.plan.all_layers)
         raise OptionError(f"--layer {name!r} is not one of {known}")
     return found
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator, Sequence
 
 from streaming import cli
 from streaming.plan import LayerPlan
 from streaming.prepare import Prepared, prepare
+from streaming.rank_shares import RankShare, expert_numbers
 from streaming.sizes import format_size, parse_size
 
 
@@ -20,17 +22,34 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the plan."""
     rates = [parse_size(options.bandwidth, option="--bandwidth")] if options.bandwidth else [500 * 10**6, 3 * 10**9]
-    prepared = prepare(options.model, cli.load_options(options))
+    load = cli.load_options(options)
+    prepared = prepare(options.model, load, every_rank=not load.topology().is_single)
+    ranks = ranks_of(prepared)
     if options.json:
-        sys.stdout.write(json.dumps(plan_dict(prepared, rates)) + "\n")
+        sys.stdout.write(json.dumps(plan_dict(prepared, rates, ranks)) + "\n")
     else:
-        cli.write_lines(plan_lines(prepared, rates))
+        cli.write_lines(plan_lines(prepared, rates, ranks))
     for warning in prepared.warnings:
         cli.warn(warning)
     return 0
 
 
-def plan_dict(prepared: Prepared, rates: list[int]) -> dict[str, object]:
+def ranks_of(prepared: Prepared) -> tuple[RankShare, ...]:
+    """What every rank reads and keeps, from one plan where it says so, else from each rank's own."""
+    if prepared.plan.ranks:
+        return prepared.plan.ranks
+    others = range(1, prepared.topology.world)
+    plans = (prepare(prepared.model, prepared.options, rank=rank) for rank in others)
+    return tuple(map(_share_of, (prepared, *plans)))
+
+
+def _share_of(prepared: Prepared) -> RankShare:
+    plan, topology = prepared.plan, prepared.topology
+    experts = expert_numbers(prepared.config, topology)
+    return RankShare(topology.rank, plan.read_nbytes, plan.kept_nbytes, experts)
+
+
+def plan_dict(prepared: Prepared, rates: list[int], ranks: Sequence[RankShare]) -> dict[str, object]:
     """The plan as JSON holds it; sizes are bytes."""
     plan, budget = prepared.plan, prepared.budget
     return {
@@ -40,7 +59,7 @@ def plan_dict(prepared: Prepared, rates: list[int]) -> dict[str, object]:
         "dtype": prepared.dtype.torch_name,
         "quantization": prepared.quantization_words,
         "kv_cache_dtype": prepared.options.kv_cache_dtype,
-        "layers": [_layer_dict(layer) for layer in plan.layers],
+        "layers": [_layer_dict(layer) for layer in plan.all_layers],
         "bytes_read": plan.read_nbytes,
         "bytes_kept": plan.kept_nbytes,
         "peak": {
@@ -49,6 +68,10 @@ def plan_dict(prepared: Prepared, rates: list[int]) -> dict[str, object]:
             "total": budget.peak_nbytes,
         },
         "limit_bytes": budget.limit_nbytes,
+        "ranks": [
+            {"rank": one.rank, "bytes_read": one.read_nbytes, "bytes_kept": one.kept_nbytes, "experts": one.experts}
+            for one in ranks
+        ],
         "read_strategy": prepared.reading.strategy,
         "read_strategy_reason": prepared.reading.reason,
         "dropped": dict(plan.dropped),
@@ -72,13 +95,13 @@ def _cache_words(prepared: Prepared) -> str:
     return "" if name == "auto" else f" ({name}{given})"
 
 
-def plan_lines(prepared: Prepared, rates: list[int]) -> list[str]:
+def plan_lines(prepared: Prepared, rates: list[int], ranks: Sequence[RankShare]) -> list[str]:
     """The plan for people."""
     plan, budget = prepared.plan, prepared.budget
     head = f"{'layer':<12} {'items':>6} {'read':>12} {'kept':>12}  files"
-    rows = [_layer_line(layer) for layer in plan.layers]
+    rows = [_layer_line(layer) for layer in plan.all_layers]
     total = (
-        f"{'total':<12} {len(plan.items):>6} {format_size(plan.read_nbytes):>12} {format_size(plan.kept_nbytes):>12}"
+        f"{'total':<12} {len(plan.all_items):>6} {format_size(plan.read_nbytes):>12} {format_size(plan.kept_nbytes):>12}"
     )
     peak = (
         f"peak {format_size(budget.peak_nbytes)}: weights {format_size(budget.kept_nbytes)}, window "

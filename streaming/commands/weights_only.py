@@ -5,7 +5,7 @@ from __future__ import annotations
 from streaming.errors import OptionError
 from streaming.options import LoadOptions
 
-_OF_RUNS = ("kv_cache_dtype", "activation_dtype", "kernels")  # no checkpoint holds what these say
+_OF_RUNS = ("kv_cache_dtype", "activation_dtype", "kernels", "moe_load")  # no checkpoint holds what these say
 
 
 def check_weights_only(asked: LoadOptions, *, command: str) -> None:

@@ -27,7 +27,7 @@ class FetchPool:
         self._policy, self._connections = policy, connections
         self._stop = threading.Event()
         self._jobs: SimpleQueue[tuple[int, Callable[[RangeFetcher], Any], _Answers] | None] = SimpleQueue()
-        self._threads = 0
+        self._threads, self._lock = 0, threading.Lock()
 
     def run(self, jobs: Sequence[Callable[[RangeFetcher], T]]) -> list[T | CheckpointError]:
         """Carry all jobs out: each one's result or CheckpointError, in order.
@@ -56,9 +56,10 @@ class FetchPool:
                 continue
 
     def _start(self, wanted: int) -> None:
-        for _ in range(min(wanted, self._connections) - self._threads):
-            threading.Thread(target=self._work, name="firstlayer-fetch", daemon=True).start()
-            self._threads += 1
+        with self._lock:  # several may ask at once
+            for _ in range(min(wanted, self._connections) - self._threads):
+                threading.Thread(target=self._work, name="firstlayer-fetch", daemon=True).start()
+                self._threads += 1
 
     def _work(self) -> None:
         with closing(RangeFetcher(policy=self._policy, stop=self._stop)) as fetcher:

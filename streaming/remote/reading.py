@@ -4,7 +4,8 @@ Run by `reader.py` in this folder as a process of its own, before torch is impor
 the standard library (and obstore for object stores). It speaks the protocol of `streaming.reading`, and besides it
 writes lines of JSON to a second pipe: what went wrong in words, warnings, and that the copies are finished.
 
-Neighbouring pieces of a file are one request: a request costs a round trip, small tensors lie side by side.
+Neighbouring pieces of a file are one request: a request costs a round trip, small tensors lie side by side. So is a
+strided piece, of which whole rows are fetched and cut as they come.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from typing import Any
 
 from streaming.checkpoint.remote_file import RemoteFile
 from streaming.errors import StreamingError
-from streaming.reading import COUNT, RECORD, fill_shared, write_fully
+from streaming.reading import COUNT, RECORD, FlatPiece, fill_shared, write_fully
 from streaming.remote.copies import Copies, Say
 from streaming.remote.ranges import RangeFetcher, RetryPolicy
+from streaming.strided_fill import cut_part, write_runs
 from streaming.window_room import Batches
 
 BATCH_NBYTES = 8 << 20  # pieces that one thread takes at once
@@ -44,11 +46,29 @@ class Piece:
     region: int
     dest: int
     released: int
+    run_nbytes: int = 0  # 0: one run
+    stride_nbytes: int = 0
 
     @property
     def stop(self) -> int:
         """Where it ends in the file."""
-        return self.offset + self.nbytes
+        return self.offset + self.flat.span_nbytes
+
+    @property
+    def flat(self) -> FlatPiece:
+        """The same as the reader of local files takes it."""
+        return FlatPiece(
+            self.file, self.offset, self.nbytes, self.region, self.dest, self.released, self.run_nbytes,
+            self.stride_nbytes,
+        )  # fmt: skip
+
+    def put(self, data: memoryview, start: int, descriptor: int) -> None:
+        """Write what has come of its bytes, from `start` behind its first in the file on, to its place."""
+        if self.run_nbytes:
+            before, parts = cut_part(data, start, self.flat)
+            write_runs(descriptor, parts, self.dest + before)
+        else:
+            write_fully(descriptor, data, self.dest + start)
 
 
 def runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
@@ -104,7 +124,7 @@ class RunFiller:
             return NO_FAULT
         while waiting:
             piece, start_s = waiting[0], time.monotonic()
-            if code := self._fill_local(file, piece.offset, piece.nbytes, piece.region, piece.dest):
+            if code := self._fill_local(file, piece.flat):
                 return code
             self._done(waiting, start_s)
         return NO_FAULT
@@ -120,7 +140,7 @@ class RunFiller:
                 piece = waiting[0]
                 skipped = max(0, min(len(data), piece.offset - at))  # of the gap before the piece
                 used = data[skipped : skipped + piece.stop - at - skipped]
-                write_fully(self._regions[piece.region], used, piece.dest + at + skipped - piece.offset)
+                piece.put(used, at + skipped - piece.offset, self._regions[piece.region])
                 at += skipped + len(used)
                 data = data[skipped + len(used) :]
                 if at == piece.stop:

@@ -207,7 +207,7 @@ def test_a_quantized_head_in_chunks_is_the_dequantized_matrix(row_multiple: int,
     with torch.inference_mode():
         logits = model.head(x, context())
         matrix = scheme.dequantize(model.lm_head.stored(), (20_000,), dtype=torch.float32)
-        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * model.model.norm.get_parameter("weight")
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * model.get_parameter("model.norm.weight")
     torch.testing.assert_close(logits, normed @ matrix.T, rtol=1e-5, atol=1e-5)
     assert CHUNK_ROWS < 20_000
 

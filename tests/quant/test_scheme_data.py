@@ -15,6 +15,7 @@ from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.float8 import Fp8PerBlock, Fp8PerChannel
 from quant.int4 import IntPerGroup
+from quant.microscaling import NvFp4
 from quant.nf4 import Nf4
 from quant.registry import scheme_by_name, scheme_names
 from quant.scheme import Scheme
@@ -26,6 +27,8 @@ OTHERS: list[Scheme] = [
     IntPerGroup(bits=8, group_size=0, symmetric=False, scale_dtype=DType.F16, ordered=True),
     scheme_by_name("int4_per_group:64:asym"),
     Nf4("fp4", 64, 2),
+    IntPerGroup(ordered=True, groups=7),
+    NvFp4(divides=True, block=4),
 ]
 
 
@@ -37,6 +40,7 @@ def test_what_is_written_is_read_back_as_the_same(scheme: Scheme) -> None:
 def test_what_is_written_is_the_class_and_its_fields() -> None:
     assert scheme_to_data(IntPerGroup()) == {
         "class": "IntPerGroup", "bits": 4, "group_size": 32, "symmetric": True, "scale_dtype": "BF16", "ordered": False,
+        "groups": 0,
     }  # fmt: skip
 
 

@@ -134,7 +134,7 @@ def test_what_instanttensor_would_give_becomes_the_resident_models_logits(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("ASKED_FOR", str(tmp_path / "asked"))
     monkeypatch.setattr("streaming.read_choice._check_instanttensor", lambda device: None)
-    monkeypatch.setattr("streaming.read_plan.PIECE_NBYTES", 4096)
+    monkeypatch.setattr("streaming.piece_cutting.PIECE_NBYTES", 4096)
     small = f"import streaming.back_end_reading as b; b.BATCH_NBYTES = {batch_nbytes}; "
     program = reader_choice._PROGRAMS["instanttensor"]
     monkeypatch.setitem(reader_choice._PROGRAMS, "instanttensor", small + program)

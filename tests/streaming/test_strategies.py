@@ -28,6 +28,7 @@ from streaming.read_plan import Piece, ReadPlan, Region
 from streaming.read_strategy import ReadMethod
 from streaming.reader import ProcessReader, Reader, ThreadReader
 from streaming.reader_choice import start_reader
+from streaming.reading_records import FlatPiece
 from tests.streaming.gates import reading_with
 from tests.streaming.leftovers import nothing_left
 from tests.streaming.resident import resident_model, run_resident, same_bits
@@ -307,7 +308,7 @@ def test_idle_files_are_closed_for_others_and_opened_again(tmp_path: Path) -> No
 
 
 def test_blocks_follow_the_plan_and_join_what_touches() -> None:
-    pieces = [(0, 0, 10), (0, 10, 10), (1, 0, 25), (0, 20, 5)]
+    pieces = [FlatPiece(*place, 0, 0, 0) for place in ((0, 0, 10), (0, 10, 10), (1, 0, 25), (0, 20, 5))]
     assert plan_blocks(pieces, block_nbytes=20) == [
         (0, 0, 20, 1, 0),
         (1, 0, 20, 2, 20),
@@ -319,7 +320,7 @@ def test_blocks_follow_the_plan_and_join_what_touches() -> None:
 def test_the_prefetcher_stays_within_its_bound_of_the_reader(tmp_path: Path) -> None:
     file = tmp_path / "weights.bin"
     file.write_bytes(bytes(400))
-    pieces = [(0, 100 * number, 100) for number in range(4)]
+    pieces = [FlatPiece(0, 100 * number, 100, 0, 0, 0) for number in range(4)]
     blocks = plan_blocks(pieces, block_nbytes=100)
     files = OpenFiles([str(file)], [state_of(file.stat())], [4])
     ahead = Prefetcher(blocks, files, sizes=[100] * 4, ahead_nbytes=200)

@@ -1,0 +1,311 @@
+"""`--moe-load routed_first`: experts are loaded when tokens are routed to them, the others once the first token is out.
+
+The forward thread says which experts a layer needs (`needed`) and waits in the residency table, as for a layer. A few
+threads load units (streaming.expert_plan): first what is needed, then, layer by layer, the rest. Each unit is loaded
+once, by whoever takes it first, through the same stages as any item, so its bits do not depend on the order. When all
+experts of a layer are there, its entry in the table ("layers.3.experts") is ready.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from layers.parallel import SingleGroup
+from streaming.accounts import Accounts
+from streaming.arrivals import Arrivals
+from streaming.cut_storing import CutArrivals, store_part
+from streaming.device import Device
+from streaming.errors import LayerLoadError, StreamClosedError, StreamingError
+from streaming.expert_plan import FETCHING_THREADS, ExpertLayer
+from streaming.hooks import Hooks
+from streaming.item_bytes import ItemBytes, open_item_bytes
+from streaming.item_words import log_item
+from streaming.plan import LoadItem
+from streaming.prepare import Prepared
+from streaming.residency import Residency
+from streaming.stages import is_quantized, needs_host, place_of_rows, slice_item, store_item
+from streaming.trace import Tracer
+from streaming.weight_checks import WeightChecks
+
+PATIENCE_S = 0.2  # after which the rest is loaded although nobody has computed: a request would have begun by then
+FILLING_THREADS = 2  # of those that load: the others are free for what a token needs now
+
+Unit = tuple[str, int]  # the experts' layer, and the unit's number there
+
+
+@dataclass
+class ExpertLoader:
+    """Loads the experts of one model. `needed` and `computing` are the forward thread's; threads start with `start`.
+
+    `check_weights`: a fault of the numbers is an error, not a warning.
+    """
+
+    layers: Sequence[ExpertLayer]
+    items: ItemBytes
+    device: Device
+    residency: Residency
+    tracer: Tracer
+    hooks: Hooks = field(default_factory=Hooks)
+    checks: WeightChecks = field(default_factory=WeightChecks)
+    check_weights: bool = False
+    patience_s: float = PATIENCE_S
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._of_param = {param.name: layer for layer in self.layers for param in layer.plan.spec.params}
+        self._by_name = {layer.plan.name: layer for layer in self.layers}
+        self._absent = {layer.plan.name: set(layer.units) for layer in self.layers}  # and nobody loads them
+        self._undone = {layer.plan.name: len(layer.units) for layer in self.layers}
+        self._unready = len(self.layers)
+        self._rest = deque((layer.plan.name, unit) for layer in self.layers for unit in layer.units)
+        self._urgent: deque[Unit] = deque()
+        self._seconds: dict[tuple[str, str], float] = {}  # (layer, stage) -> work so far
+        self._accounts = Accounts(layer.plan.spec for layer in self.layers)
+        self._changed = threading.Condition()
+        self._noting = threading.Lock()  # of accounts, checks and seconds, which know no threads
+        self._threads: list[threading.Thread] = []
+        self._filling = self._passes = 0
+        self._computed = self._stopped = False
+        self._base_loaded_s: float | None = None
+        self._error: BaseException | None = None
+
+    # --- the forward's side
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every expert is there."""
+        return self._unready == 0
+
+    def needed(self, param: str, experts: Sequence[int], *, stop: Callable[[], None]) -> None:
+        """Wait until these experts of the parameter's layer are there; those that are not are loaded before others.
+
+        Raises what ended the load, and what `stop` raises.
+        """
+        layer = self._of_param[param]
+        name, units = layer.plan.name, sorted({layer.unit_of(expert) for expert in experts})
+        if self._undone[name] == 0:
+            return
+        with self._changed:
+            for unit in units:
+                if unit in self._absent[name]:
+                    self._absent[name].remove(unit)
+                    self._urgent.append((name, unit))
+            self._changed.notify_all()
+        for unit in units:
+            self.residency.lease_rows(name, _key(unit), 1, stop=stop)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around a pass of the model: while the first one runs, nothing is loaded but what it needs."""
+        with self._changed:
+            self._passes += 1
+        try:
+            yield
+            self._computed = True
+        finally:
+            with self._changed:
+                self._passes -= 1
+                self._changed.notify_all()
+
+    # --- the loader's side
+
+    def start(self) -> None:
+        """Begin to load what is needed."""
+        for number in range(FETCHING_THREADS):
+            thread = threading.Thread(target=self._work, name=f"firstlayer-experts-{number}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def base_loaded(self) -> None:
+        """The layers without their experts are there: the rest may be loaded when no first pass is under way."""
+        with self._changed:
+            self._base_loaded_s = self.clock()
+            self._changed.notify_all()
+
+    def wait(self) -> bool:
+        """Block until every expert is there: True, or False when the loader was closed before. Raises the error that
+        ended it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._error is not None or self.is_done)
+            if self._error is not None:
+                raise self._error
+            return self.is_done
+
+    def close(self) -> None:
+        """Begin nothing more, and leave what is being read."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        self.items.cancel()
+
+    def join(self) -> None:
+        """Wait for the threads' end; only after `close`."""
+        for thread in self._threads:
+            thread.join()
+        self.items.close()
+
+    def _work(self) -> None:
+        torch.set_num_threads(1)  # thread-local, as is the next
+        with torch.inference_mode():
+            while (taken := self._take()) is not None:
+                (name, unit), filling = taken
+                try:
+                    self._load(self._by_name[name], unit)
+                except StreamClosedError as error:
+                    self._end(None if self._stopped else error)
+                except Exception as error:
+                    self._end(error)
+                finally:
+                    with self._changed:
+                        self._filling -= filling
+                        self._changed.notify_all()
+
+    def _take(self) -> tuple[Unit, bool] | None:
+        """The next unit to load, and whether it is one of the rest; None at the end."""
+        with self._changed:
+            while not (self._stopped or self.is_done):
+                if self._urgent:
+                    return self._urgent.popleft(), False
+                if self._may_fill() and (unit := self._next_of_rest()) is not None:
+                    self._filling += 1
+                    return unit, True
+                self._changed.wait(self._patience_left())
+            return None
+
+    def _may_fill(self) -> bool:
+        if self._base_loaded_s is None or self._filling >= FILLING_THREADS:
+            return False
+        return self._computed or (not self._passes and self._patience_left() is None)
+
+    def _patience_left(self) -> float | None:
+        """Seconds until the rest is loaded although nobody computes; None where that is no reason to look again."""
+        if self._base_loaded_s is None or self._computed or self._passes:
+            return None
+        left = self._base_loaded_s + self.patience_s - self.clock()
+        return left if left > 0 else None
+
+    def _next_of_rest(self) -> Unit | None:
+        while self._rest:
+            name, unit = self._rest.popleft()
+            if unit in self._absent[name]:
+                self._absent[name].remove(unit)
+                return name, unit
+        return None
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._changed:
+            self._stopped = True
+            self._error = self._error or error
+            self._changed.notify_all()
+        if error is not None:
+            self.residency.close(error)
+
+    # --- one unit
+
+    def _load(self, layer: ExpertLayer, unit: int) -> None:
+        name, arrivals, cut_arrivals = layer.plan.name, Arrivals(), CutArrivals()
+        self.residency.reserve(name)
+        for item in layer.items_of(unit):
+            if self._stopped:
+                raise StreamClosedError("the model was closed while its experts were loaded")
+            log_item(item)
+            with self._stage(item, "read", nbytes=item.read_nbytes):
+                raw = self.items.read(item)
+            with self._stage(item, "slice"), self.device.working():
+                wide = self._wide(item, raw)
+                with self._noting:
+                    self.checks.add(item, wide)
+            with self._stage(item, "quantize"), self.device.working():
+                self._store(item, wide, arrivals, cut_arrivals)
+                moment = self.device.moment()
+            self.device.await_moment(moment)
+        self._publish(layer, unit)
+
+    @contextmanager
+    def _stage(self, item: LoadItem, stage: str, **args: int) -> Iterator[None]:
+        """A span of the trace, and the stage's name on whatever fails."""
+        self.residency.mark(item.layer, stage)
+        begin_s = time.monotonic()
+        try:
+            yield
+        except LayerLoadError:
+            raise
+        except StreamClosedError:
+            raise
+        except Exception as error:
+            ours = isinstance(error, (StreamingError, MemoryError))
+            cause = error if ours else f"{type(error).__name__}: {error}"
+            raise LayerLoadError(item.layer, stage, item.tensor.name, cause) from error
+        finally:
+            end_s = time.monotonic()
+            with self._noting:
+                key = (item.layer, stage)
+                self._seconds[key] = self._seconds.get(key, 0.0) + end_s - begin_s
+        self.tracer.add(stage, item.tensor.name, start_s=begin_s, end_s=end_s, layer=item.layer, args=args)
+
+    def _wide(self, item: LoadItem, raw: torch.Tensor) -> torch.Tensor:
+        on_host = self.device.torch_device.type == "cpu"
+        place = place_of_rows(item, self.device.stored[item.param.name]) if on_host else None
+        if needs_host(item):
+            return self.device.bring(slice_item(item, raw, place))
+        return slice_item(item, self.device.bring(raw), place)
+
+    def _store(self, item: LoadItem, wide: torch.Tensor, arrivals: Arrivals, cut_arrivals: CutArrivals) -> None:
+        stored = self.device.stored[item.param.name]
+        if item.held:
+            cut_arrivals.store(item, wide, stored)
+        elif item.param.is_cut_within and is_quantized(item):
+            store_part(item, wide, stored, maximum=SingleGroup().maximum)  # the plan has none that ranks must agree on
+        elif item.leaf and not item.param.kept_as_stored:
+            arrivals.store(item, wide, stored)
+        else:
+            store_item(item, wide, stored)
+
+    def _publish(self, layer: ExpertLayer, unit: int) -> None:
+        name = layer.plan.name
+        with self._noting:
+            for item in layer.items_of(unit):
+                self._accounts.note(item)
+            self._judge()
+        with self._changed:
+            self._undone[name] -= 1
+            whole = self._undone[name] == 0
+        self.residency.publish_rows(name, _key(unit), 1)
+        if whole:
+            self._accounts.check(name)
+            self.residency.publish(name)
+            for stage in ("read", "quantize", "publish"):
+                nbytes = layer.plan.read_nbytes if stage == "read" else layer.plan.kept_nbytes
+                self.hooks.on_stage(name, stage, nbytes, self._seconds.get((name, stage), 0.0))
+            with self._changed:
+                self._unready -= 1
+
+    def _judge(self) -> None:
+        with self.device.working():
+            for item, fault in list(self.checks.judge()):
+                if self.check_weights:
+                    raise LayerLoadError(item.layer, "check", item.tensor.name, fault)
+                self.hooks.warn(fault)
+
+
+def _key(unit: int) -> str:
+    """A unit's name in the residency table."""
+    return f"unit {unit}"
+
+
+def open_experts(
+    prepared: Prepared, device: Device, residency: Residency, tracer: Tracer, *, hooks: Hooks
+) -> ExpertLoader:
+    """The loader of a plan's experts. Raises CheckpointError for a file that is gone."""
+    items = [item for one in prepared.plan.experts for item in one.plan.items]
+    return ExpertLoader(
+        prepared.plan.experts, open_item_bytes(items, prepared.checkpoint.states), device, residency, tracer,
+        hooks=hooks, checks=WeightChecks(norm=prepared.config.norm), check_weights=prepared.options.check_weights,
+    )  # fmt: skip

@@ -1,0 +1,115 @@
+"""The bytes of any item of a plan, on demand and from any thread: files of this machine, addresses, made-up weights."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from streaming.checkpoint.remote_file import RemoteFile, WeightFile
+from streaming.dummy_pattern import fill_patterns
+from streaming.errors import LayerLoadError, StreamClosedError
+from streaming.file_ranges import FileRanges, open_ranges
+from streaming.load_plan import LoadItem
+from streaming.open_files import CHANGED, FileState, OpenFiles
+from streaming.pipeline import read_fault
+from streaming.read_choice import states_of
+from streaming.read_plan import cut_pieces
+from streaming.reading import SHORT, FlatPiece, fill_checked, fill_memory, put_own
+
+_FAULTS = {SHORT: "short", CHANGED: "changed"}
+
+
+class ItemBytes:
+    """Each item is read once; a file is opened for its first piece and closed behind its last."""
+
+    def __init__(self, numbers: Mapping[WeightFile, int], files: OpenFiles | None) -> None:
+        """`files`: those of this machine, by their numbers; None where weights are made up, or come from an address."""
+        self._numbers, self._files = numbers, files
+        self._ranges: dict[WeightFile, FileRanges] = {}
+        self._lock, self._closed = threading.Lock(), False
+
+    def read(self, item: LoadItem) -> torch.Tensor:
+        """The item's bytes: uint8 [nbytes] on the CPU. Raises LayerLoadError, or CheckpointError of a server;
+        StreamClosedError when it is cancelled."""
+        raw = torch.empty(item.nbytes, dtype=torch.uint8)
+        if not item.nbytes:
+            return raw
+        memory = memoryview((ctypes.c_char * item.nbytes).from_address(raw.data_ptr())).cast("B")
+        pieces = list(_pieces_of(item, self._numbers[item.tensor.file]))
+        file = item.tensor.file
+        if isinstance(file, RemoteFile):
+            self._fetch(file, pieces, memory)
+        else:
+            self._fill(item, pieces, memory)
+        return raw
+
+    def _fill(self, item: LoadItem, pieces: Sequence[FlatPiece], memory: memoryview) -> None:
+        if self._files is None:
+            fill = fill_patterns([str(file.name) for file in self._numbers], [memory])
+        else:
+            fill = fill_checked(self._files, fill_memory([memory]))
+        for piece in pieces:
+            if self._closed:
+                raise StreamClosedError("the model was closed while an expert was read")
+            try:
+                code = fill(piece.file, piece)
+            except OSError as error:
+                raise _failure(item, error.errno or 0) from error
+            if code:
+                raise _failure(item, _FAULTS[code])
+
+    def _fetch(self, file: RemoteFile, pieces: Sequence[FlatPiece], memory: memoryview) -> None:
+        with self._lock:
+            if self._closed:
+                raise StreamClosedError("the model was closed while an expert was fetched")
+            if file not in self._ranges:
+                self._ranges[file] = open_ranges(file)
+            ranges = self._ranges[file]
+        found = ranges.read([(piece.offset, piece.span_nbytes) for piece in pieces])
+        for piece, data in zip(pieces, found, strict=True):
+            put_own(memoryview(data), piece, memory)
+
+    def cancel(self) -> None:
+        """Make whoever reads in another thread leave soon."""
+        with self._lock:
+            self._closed = True
+            ranges = list(self._ranges.values())
+        for one in ranges:
+            one.cancel()
+
+    def close(self) -> None:
+        """Give back what was opened."""
+        self.cancel()
+        for one in self._ranges.values():
+            one.close()
+        if self._files is not None:
+            self._files.close()
+
+
+def open_item_bytes(items: Sequence[LoadItem], states: Mapping[WeightFile, FileState]) -> ItemBytes:
+    """For these items; `states`: of local files when the load was planned, where that is known. Opens no file.
+
+    Raises CheckpointError for one that is gone.
+    """
+    uses = Counter[WeightFile]()
+    for item in items:
+        uses[item.tensor.file] += sum(1 for _ in _pieces_of(item, 0))
+    numbers = {file: number for number, file in enumerate(uses)}
+    if any(isinstance(file, RemoteFile) for file in uses) or any(item.tensor.generated for item in items):
+        return ItemBytes(numbers, None)
+    known = [states.get(file) or states_of([file])[0] for file in uses]
+    return ItemBytes(numbers, OpenFiles([str(file) for file in uses], known, list(uses.values())))
+
+
+def _failure(item: LoadItem, error: int | str) -> LayerLoadError:
+    return LayerLoadError(item.layer, "read", item.tensor.name, read_fault(item, error))
+
+
+def _pieces_of(item: LoadItem, file: int) -> Iterator[FlatPiece]:
+    for start, before, size, stride in cut_pieces(item.nbytes, item.run_nbytes, item.stride_nbytes):
+        run = item.run_nbytes if stride else 0
+        yield FlatPiece(file, item.file_offset + start, size, 0, before, 0, run, stride)

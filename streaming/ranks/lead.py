@@ -1,0 +1,224 @@
+"""Rank 0's part in the steps of a model on several ranks: it says what is computed, and puts the logits together."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import TYPE_CHECKING
+
+import torch
+
+from layers.batch import Batch, make_batch
+from layers.kv_cache import KVCache
+from layers.topology import Topology
+from streaming.distributed import ProcessGroups, Store, join_groups
+from streaming.errors import RankError, StreamClosedError, WorkerError
+from streaming.forward_thread import RequestCancelled
+from streaming.ranks.agreement import Agreement
+from streaming.ranks.channel import HubChannel, Message, beat_s
+from streaming.ranks.report import REPORT, RankReport
+from streaming.ranks.steps import PACK, NewCache, Step, own_tokens, part_of
+from streaming.residency import Residency
+
+if TYPE_CHECKING:
+    from streaming.runner import ModelRunner
+
+HERE, GROUPS, STUCK = "here", "groups", "stuck"  # kinds of messages
+_HINDSIGHT_S = 2.0  # from the first broken collective to the verdict: who else waits, and who has died, is known then
+
+
+class Lead:
+    """One run's. `host`: this machine's address as the followers see it."""
+
+    def __init__(self, hub: HubChannel, topology: Topology, *, host: str = "127.0.0.1") -> None:
+        self.hub, self.topology, self._host = hub, topology, host
+        self._agreement = Agreement(hub, topology)
+        self._numbers: weakref.WeakKeyDictionary[KVCache, int] = weakref.WeakKeyDictionary()
+        self._dropped: deque[int] = deque()
+        self._next = count()
+        self._here: set[int] = set()
+        self._reports: dict[int, RankReport] = {}
+        self._joined = threading.Event()
+        self._stuck: dict[int, Message] = {}  # ranks whose collective broke
+        self._stuck_s: float | None = None  # since when
+        self._broken: BaseException | None = None  # what ended a step halfway
+        self._closed = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="firstlayer-lead", daemon=True)
+
+    @property
+    def as_lead(self) -> Lead:
+        """This, which leads."""
+        return self
+
+    # --- joining
+
+    def join(self, device: torch.device) -> ProcessGroups:
+        """Meet the followers; returns when all are there. Raises RankError naming who is not."""
+        self._watcher.start()
+        self.hub.on_failure(lambda error: self._joined.set())
+        self.hub.on(STUCK, lambda rank, message: self._note_stuck(rank, message))
+        self.hub.on(REPORT, self._note_report)
+        self.hub.on(HERE, lambda rank, message: self._note_here(rank))
+        self._joined.wait()
+        if self.hub.failure is not None:
+            raise self.hub.failure
+        store = Store.serve(self._host, world=self.topology.world)
+        self.hub.broadcast({"kind": GROUPS, "host": store.host, "port": store.port})
+        timeout_s = self.hub.rank_timeout_s
+        return join_groups(store, self.topology, device=device, timeout_s=timeout_s, blame=self.blame)
+
+    def _note_here(self, rank: int) -> None:
+        self._here.add(rank)
+        if len(self._here) == self.topology.world - 1:
+            self._joined.set()
+
+    def bind(self, residency: Residency, fail: Callable[[BaseException], None]) -> None:
+        """Layers become ready in this table when all ranks have them; `fail(error)` is called once if a rank fails."""
+        self._agreement.bind(residency)
+        self.hub.on_failure(fail)
+
+    # --- loading
+
+    def publish(self, layer: str) -> None:
+        """This rank has the layer."""
+        self._agreement.publish(layer)
+
+    def loaded(self, report: RankReport) -> None:
+        """This rank has all its layers."""
+
+    @property
+    def reports(self) -> Mapping[int, RankReport]:
+        """What each follower has said of its load, by rank; those that still load are left out."""
+        return dict(self._reports)
+
+    def _note_report(self, rank: int, message: Message) -> None:
+        self._reports[rank] = RankReport.of(message)
+
+    def load_failed(self, error: BaseException) -> None:
+        """This rank cannot go on: the others end with its error."""
+        self.hub.abort(error)
+
+    # --- steps
+
+    def new_cache(self, cache: KVCache, *, max_tokens: int) -> None:
+        """A cache has been made here: the others make theirs, and give it up when this one is gone."""
+        number = self._numbers[cache] = next(self._next)
+        weakref.finalize(cache, self._dropped.append, number)  # told with the next step: a collection may come anywhere
+        self.hub.broadcast(NewCache(number, max_tokens).message())
+
+    def pack(self) -> None:
+        """The others make the packed copies of their weights."""
+        self.hub.broadcast({"kind": PACK})
+
+    def forward(
+        self, runner: ModelRunner, batch: Batch, rows: Sequence[int], *, stop: Callable[[], None], packed: bool
+    ) -> torch.Tensor:
+        """As ModelRunner.forward, on all ranks. A step that has begun is not cancelled, since the others compute it."""
+        stop()
+        if self._broken is not None:
+            raise self._broken
+        step = self._step(batch, rows, table=runner.has_table(), packed=packed)
+        self.hub.broadcast(step.message())
+        try:
+            logits = self._carry_out(runner, step, batch, partial_stop(stop))
+        except BaseException as error:
+            self._broken = error
+            if not isinstance(error, StreamClosedError):  # then the end of the run is on its way
+                self.hub.abort(error)
+            raise
+        return logits
+
+    def _step(self, batch: Batch, rows: Sequence[int], *, table: bool, packed: bool) -> Step:
+        caches = [sequence.cache for sequence in batch.sequences]
+        if any(cache not in self._numbers for cache in caches):
+            raise WorkerError("a KV cache of a run on several ranks must be made by the model's `new_cache`")
+        ids = batch.token_ids.tolist()
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        return Step(
+            tokens=tuple(tuple(ids[sequence.start : sequence.stop]) for sequence in batch.sequences),
+            caches=tuple(self._numbers[cache] for cache in caches),
+            lengths=tuple(cache.length for cache in caches),
+            rows=tuple(rows), table=table, packed=packed, dropped=tuple(dropped),
+        )  # fmt: skip
+
+    def _carry_out(self, runner: ModelRunner, step: Step, batch: Batch, stop: Callable[[], None]) -> torch.Tensor:
+        part = part_of(step, replica=0, replicas=self.topology.replicas)
+        caches = [batch.sequences[at].cache for at in part.sequences]
+        new = list(zip(own_tokens(step, part), caches, strict=True))
+        config, device = runner.model.config, runner.device.torch_device
+        own = make_batch(new, vocab_size=config.vocab_size, device=device)
+        found = runner.run(own, part.rows, stop=stop, packed=step.packed, table=step.table)
+        for at in set(range(len(batch.sequences))) - set(part.sequences):
+            batch.sequences[at].cache.advance(len(step.tokens[at]))
+        if len(part.rows) == len(step.rows) and found is not None:
+            return found
+        logits = torch.empty(len(step.rows), config.vocab_size, dtype=torch.float32, device=device)
+        for replica in range(self.topology.replicas):
+            places = part_of(step, replica=replica, replicas=self.topology.replicas).places
+            if places:
+                logits[list(places)] = self._logits(runner, replica, len(places)) if replica or found is None else found
+        return logits
+
+    def _logits(self, runner: ModelRunner, replica: int, rows: int) -> torch.Tensor:
+        """Those of a replica's rows, from the first of its ranks in the last stage."""
+        shape, device = (rows, runner.model.config.vocab_size), runner.device.torch_device
+        source = logits_rank(self.topology, replica)
+        return runner.peers.receive(shape, torch.float32, source=source, device=device)
+
+    # --- what goes wrong
+
+    def blame(self, words: str, ranks: tuple[int, ...], error: Exception) -> Exception:
+        """The error of a collective that broke on this rank: that of the rank at fault, once it is known."""
+        self._note_stuck(0, {"words": words, "ranks": ranks, "message": str(error)})
+        failure = self.hub.wait_failure(_HINDSIGHT_S + 10 * beat_s(self.hub.rank_timeout_s))
+        return failure or StreamClosedError(f"{words} failed: {error}")
+
+    def _note_stuck(self, rank: int, message: Message) -> None:
+        self._stuck.setdefault(rank, message)
+        self._stuck_s = self._stuck_s or time.monotonic()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(beat_s(self.hub.rank_timeout_s)):
+            found = self._agreement.laggard(self.hub.rank_timeout_s) or self._verdict()
+            if found is not None:
+                self.hub.abort(found)
+                return
+
+    def _verdict(self) -> RankError | None:
+        """Who keeps others waiting in a step: a rank that they wait for and that does not wait itself."""
+        if self._stuck_s is None or time.monotonic() - self._stuck_s < _HINDSIGHT_S:
+            return None
+        stuck = dict(self._stuck)
+        awaited = {int(rank) for message in stuck.values() for rank in message["ranks"]} - stuck.keys()
+        if awaited:
+            rank = min(awaited)
+            at = self.hub.progress.get(rank)
+            where = {} if at is None else {"layer": at.layer, "stage": at.stage, "tensor": at.tensor}
+            return RankError(rank, "keeps the others waiting in a step", **where)
+        rank, message = min(stuck.items())
+        return RankError(rank, f"{message['words']} failed: {message['message']}")
+
+    def close(self) -> None:
+        """End the watch; the hub is its owner's to close."""
+        self._closed.set()
+
+
+def partial_stop(stop: Callable[[], None]) -> Callable[[], None]:
+    """A check for the middle of a step on several ranks: it raises what ends the model, and not what ends a request."""
+
+    def check() -> None:
+        try:
+            stop()
+        except RequestCancelled:
+            return
+
+    return check
+
+
+def logits_rank(topology: Topology, replica: int) -> int:
+    """The rank that has the logits of a replica's rows and sends them to rank 0."""
+    return (topology.pipeline - 1) * topology.stage_ranks + replica * topology.tensor
