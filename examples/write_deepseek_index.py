@@ -1,25 +1,32 @@
-"""DeepSeek-V3's table of tensors as sparse files: 163 files, 91,991 tensors, true names and shapes, no numbers.
+"""DeepSeek-V3's table of tensors as sparse files: 163 files, 91,991 tensors, true names and shapes, few or no numbers.
 
-    python -m examples.write_deepseek_index FOLDER
-    firstlayer inspect FOLDER --files
+    python -m examples.write_deepseek_index FOLDER [--numbers]
+    firstlayer plan FOLDER --tensor-parallel-size 8 --expert-parallel-size 64
 
 Each file is as long as the true one would be and holds a valid header; its data is a hole, so that the 688 GB take some
-12 MB of disk. For measuring what it costs to open and account for a checkpoint of that size. The figures are those of
-the model's published configuration (https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json).
+12 MB of disk. For measuring what it costs to open, plan and account for a checkpoint of that size. With --numbers
+enough is written (0.4 GB) that activations are finite, none of them all zero, and tokens go to different experts:
+norms, routers, the first rows of projections, of the embedding table and the head, and of the first experts of each
+layer (`Numbers`); see examples/deepseek_share.py. The figures are those of the model's published configuration
+(https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
+import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
 
 _NBYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
 _BLOCK = 128  # rows and columns that share one scale
+_EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -116,14 +123,59 @@ def _next_token_layer(model: DeepSeek, name: str) -> Iterator[Row]:
     yield Row(f"{name}.shared_head.head.weight", "BF16", (model.vocab, model.hidden))
 
 
-def write_index(root: Path, model: DeepSeek) -> int:
-    """Write the files, the index and a configuration; the number of tensors."""
+@dataclass(frozen=True)
+class Numbers:
+    """What is written of the tensors' numbers; the rest reads as zeros. Norms are ones and routers random; `rows` of
+    the embedding table and the head, and the first `codes_nbytes` of codes of each projection (of an expert those below
+    `experts`, all with their scales) are random, and so small that sums stay moderate."""
+
+    experts: int = 4
+    rows: int = 64
+    codes_nbytes: int = 128 << 10
+    seed: int = 0
+
+    def first_bytes(self, row: Row, model: DeepSeek) -> bytes:
+        """What is at the beginning of a tensor; b"" where it is a hole. The same for the same seed and name."""
+        layer = _LAYER.match(row.name)
+        if layer is not None and int(layer[1]) >= model.layers:
+            return b""
+        source = random.Random(f"{self.seed} {row.name}")
+        if row.name.endswith("norm.weight"):
+            return struct.pack("<H", 0x3F80) * prod(row.shape)
+        if row.name.endswith(".mlp.gate.weight"):
+            return _bfloat16(source, row.shape[0] * row.shape[1])
+        if row.name in ("model.embed_tokens.weight", "lm_head.weight"):
+            return _bfloat16(source, min(self.rows, row.shape[0]) * row.shape[1])
+        if row.name.endswith(".e_score_correction_bias"):
+            return struct.pack(f"<{row.shape[0]}f", *(source.uniform(0, 0.01) for _ in range(row.shape[0])))
+        expert = _EXPERT.search(row.name)
+        if expert is not None and int(expert[1]) >= self.experts:
+            return b""
+        if row.dtype == "F8_E4M3":
+            return source.randbytes(min(self.codes_nbytes, row.nbytes)).translate(_CODES)
+        return struct.pack("<f", 2.0**-6) * prod(row.shape) if row.name.endswith("_scale_inv") else b""
+
+
+_CODES = bytes((byte & 0x87) | 0x30 for byte in range(256))  # E4M3: plus or minus 0.5 to 0.94
+_HIGH = bytes((byte & 0x80) | 0x3C for byte in range(256))  # upper byte of a bfloat16: plus or minus 0.008 to 0.03
+
+
+def _bfloat16(source: random.Random, count: int) -> bytes:
+    found = bytearray(2 * count)
+    found[0::2] = source.randbytes(count)
+    found[1::2] = source.randbytes(count).translate(_HIGH)
+    return bytes(found)
+
+
+def write_index(root: Path, model: DeepSeek, *, numbers: Numbers | None = None) -> int:
+    """Write the files, the index and a configuration; the number of tensors. `numbers`: None for holes alone."""
     root.mkdir(parents=True, exist_ok=True)
     table = list(tensor_table(model))
     weight_map: dict[str, str] = {}
     for number, rows in enumerate(_cut(table, model.files), 1):
         name = f"model-{number:05}-of-{model.files:06}.safetensors"
-        _write_file(root / name, rows)
+        first = {} if numbers is None else {row.name: numbers.first_bytes(row, model) for row in rows}
+        _write_file(root / name, rows, first)
         weight_map |= {row.name: name for row in rows}
     metadata = {"total_size": sum(row.nbytes for row in table)}
     (root / "model.safetensors.index.json").write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}))
@@ -141,7 +193,7 @@ def _cut(table: list[Row], files: int) -> Iterator[list[Row]]:
     yield from runs
 
 
-def _write_file(path: Path, rows: list[Row]) -> None:
+def _write_file(path: Path, rows: list[Row], first: Mapping[str, bytes]) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for row in rows:
@@ -152,6 +204,12 @@ def _write_file(path: Path, rows: list[Row]) -> None:
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + end)  # a hole: nothing is written
+        begin = 8 + len(text)
+        for row in rows:
+            if row.name in first:
+                file.seek(begin)
+                file.write(first[row.name])
+            begin += row.nbytes
 
 
 def _config(model: DeepSeek) -> dict[str, object]:
@@ -179,8 +237,10 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
-    print(f"{folder}: {write_index(folder, DeepSeek())} tensors")
+    parser.add_argument("--numbers", action="store_true", help="write numbers enough to compute with")
+    options = parser.parse_args()
+    count = write_index(options.folder, DeepSeek(), numbers=Numbers() if options.numbers else None)
+    print(f"{options.folder}: {count} tensors")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ def cut_specs(specs: Sequence[LayerSpec], config: ModelConfig, topology: Topolog
     if topology.is_single:
         return tuple(specs)
     check_heads(config, topology)
+    if topology.expert > 1 and config.moe is None:
+        raise ShardError(f"expert parallel size {topology.expert}: the model has no experts that ranks could share")
     found = []
     for spec in stage_layers(specs, config, topology):
         params = (cut_param(param, topology) for param in spec.params)
@@ -42,12 +44,13 @@ def cut_specs(specs: Sequence[LayerSpec], config: ModelConfig, topology: Topolog
 
 
 def local_config(config: ModelConfig, topology: Topology) -> ModelConfig:
-    """The configuration with the heads that a rank has: what its caches are sized by."""
-    if topology.tensor == 1:
+    """The configuration with the heads and the layers that a rank has: what its caches are sized by."""
+    if topology.tensor == topology.pipeline == 1:
         return config
     check_heads(config, topology)
     heads, kv_heads = config.num_heads // topology.tensor, max(1, config.num_kv_heads // topology.tensor)
-    return replace(config, num_heads=heads, num_kv_heads=kv_heads)
+    first, stop = topology.layers_of_stage(config.num_layers)
+    return replace(config, num_heads=heads, num_kv_heads=kv_heads, num_layers=stop - first)
 
 
 def vocabulary_rows(vocab_size: int, topology: Topology) -> int:
@@ -68,8 +71,8 @@ def check_heads(config: ModelConfig, topology: Topology) -> None:
 
 
 def stage_layers(specs: Sequence[LayerSpec], config: ModelConfig, topology: Topology) -> Iterator[LayerSpec]:
-    """The uncut layers of this rank's stage of the pipeline; the first stage has the embedding table, the last one the head,
-    and where the two are one matrix each of them has it."""
+    """The uncut layers of this rank's stage of the pipeline; the first stage has the embedding table, the last one the
+    head, and where the two are one matrix each of them has it."""
     if topology.pipeline == 1:
         yield from specs
         return
@@ -183,7 +186,7 @@ def _part_of(param: ParamSpec, cut: ParamCut) -> ParamSpec:
 def _offsets(param: ParamSpec, parts: Sequence[Part]) -> list[int]:
     """Where each part begins, from where its blocks and groups are counted: the section's first row, or that of the run
     that is kept as one."""
-    if not param.kept_as_stored:
+    if param.kept_rows == param.section_rows:
         return [part.start for part in parts]
     runs = (param.run_starts[param.run_at(part.section)] for part in parts)
     starts = param.section_starts
@@ -214,7 +217,9 @@ def _own_experts(param: ParamSpec, topology: Topology) -> ParamSpec:
     return replace(param, shape=shape, sections=sections, forms=forms, runs=runs, cut=ParamCut(param, parts))
 
 
-def _own_runs(param: ParamSpec, experts: Sequence[int], each: int) -> tuple[tuple[DiskForm | None, ...], tuple[int, ...]]:
+def _own_runs(
+    param: ParamSpec, experts: Sequence[int], each: int
+) -> tuple[tuple[DiskForm | None, ...], tuple[int, ...]]:
     """The forms and runs of these experts. Raises ShardError where a tensor on disk joins several experts."""
     forms: list[DiskForm | None] = []
     runs: list[int] = []

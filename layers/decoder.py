@@ -255,11 +255,13 @@ def _layer(config: ModelConfig, index: int, params: Mapping[str, ParamSpec], top
     prefix, places = f"model.layers.{index}", NORM_PLACES[config.residual]
     names = [name for name in astuple(places) if name is not None]
     table = params.get(POSITIONS_WEIGHT) if index == 0 else None
+    attention = _attention if config.mla is None else _latent
+    cached = index - topology.layers_of_stage(config.num_layers)[0]  # a stage's caches have its own layers alone
     return DecoderLayer(
         norms={name: _norm(config, params, f"{prefix}.{name}") for name in names},
         places=places,
         parallel=config.residual is Residual.PARALLEL,
-        self_attn=_attention(config, index, params) if config.mla is None else _latent(config, index, params),
+        self_attn=attention(config, index, params, cached=cached),
         mlp=_feed_forward(config, index, params, topology),
         residual_scale=config.residual_scale,
         embed_scale=config.embed_scale if index == 0 else None,
@@ -267,10 +269,10 @@ def _layer(config: ModelConfig, index: int, params: Mapping[str, ParamSpec], top
     )
 
 
-def _attention(config: ModelConfig, index: int, params: Mapping[str, ParamSpec]) -> Attention:
+def _attention(config: ModelConfig, index: int, params: Mapping[str, ParamSpec], *, cached: int) -> Attention:
     module, window = f"model.layers.{index}.self_attn", config.sliding_windows[index]
     return Attention(
-        layer=index,
+        layer=cached,
         head_dim=config.head_dim,
         scores=Scores(window, config.attention_scale, config.attention_softcap),
         local=window is not None and config.local_rope is not None,
@@ -283,7 +285,7 @@ def _attention(config: ModelConfig, index: int, params: Mapping[str, ParamSpec])
     )
 
 
-def _latent(config: ModelConfig, index: int, params: Mapping[str, ParamSpec]) -> LatentAttention:
+def _latent(config: ModelConfig, index: int, params: Mapping[str, ParamSpec], *, cached: int) -> LatentAttention:
     module, sizes = f"model.layers.{index}.self_attn", config.mla
     assert sizes is not None
     assert config.attention_scale is not None
@@ -294,7 +296,7 @@ def _latent(config: ModelConfig, index: int, params: Mapping[str, ParamSpec]) ->
 
     queries = params.get(f"{module}.q_a_layernorm.weight")
     return LatentAttention(
-        layer=index,
+        layer=cached,
         sizes=sizes,
         scale=config.attention_scale,
         q_proj=column("q_proj"),

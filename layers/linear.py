@@ -14,7 +14,7 @@ from torch import nn
 
 from layers.context import StepContext
 from layers.weights import ParamSpec
-from quant.activations import int8_product
+from quant.activations import Maximum, int8_product, own
 from quant.dtypes import to_torch
 from quant.packed import PackedLinear
 from quant.sections import cut_rows
@@ -48,8 +48,12 @@ class Linear(nn.Module):
             if out is not None:
                 return out
         if ctx.int8_activations:
-            return int8_product(x, lambda codes: self._wide_product(codes, None, ctx), bias)
+            return int8_product(x, lambda codes: self._wide_product(codes, None, ctx), bias, maximum=self._maximum(ctx))
         return self._wide_product(x, bias, ctx)
+
+    def _maximum(self, ctx: StepContext) -> Maximum:
+        """Over the ranks that have the other features of the layer's input: this one has all of them."""
+        return own
 
     def _wide_product(self, x: torch.Tensor, bias: torch.Tensor | None, ctx: StepContext) -> torch.Tensor:
         return self.scheme.linear(x, self.stored(), self._kept_rows, bias, kernels=ctx.kernels)
@@ -91,6 +95,9 @@ class RowParallelLinear(Linear):
     def forward(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """x [T, I], this rank's inputs -> [T, O], the sum over all ranks."""
         return self.summed(self.product(x, ctx), ctx)
+
+    def _maximum(self, ctx: StepContext) -> Maximum:
+        return ctx.groups.tensor.maximum if self.is_part else own
 
     def summed(self, product: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """The sum of all ranks' products [T, O]."""

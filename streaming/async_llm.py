@@ -91,7 +91,8 @@ class AsyncLLM:
         await _in_thread(self.model.wait_loaded)
 
     def on_change(self, callback: Callable[[str, LayerState], None]) -> None:
-        """Call `callback(layer, state)` at every change from now on, in the event loop: it must be short."""
+        """Call `callback(layer, state)` at every change from now on, in the event loop (on several ranks, also in the
+        thread that hears of the others): it must be short."""
         self.model.on_change(callback)
 
     def stats(self) -> Summary:

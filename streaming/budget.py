@@ -104,7 +104,8 @@ def _fetched_nbytes(plan: LoadPlan) -> int:
 
     items = [item for one in plan.experts for item in one.plan.items]
     most = max(
-        item.nbytes + _turned_nbytes(item) + (_wide_nbytes(item) if _is_converted(item) else 0) for item in items
+        _turned_nbytes(item) + (_wide_nbytes(item) if _is_converted(item) else 0) + (0 if item.direct else item.nbytes)
+        for item in items
     )
     return FETCHING_THREADS * (most + max((_arrival_nbytes(item) for item in items if item.completes), default=0))
 
@@ -117,7 +118,7 @@ def passing_nbytes(layer: LayerPlan) -> int:
 
 
 def _is_converted(item: LoadItem) -> bool:
-    if item.leaf:
+    if item.leaf or item.stored is not None:
         return False
     if item.param.is_cut_within:  # what is cut out of rows, or made beside what other ranks have of a block
         return item.param.is_quantized or bool(item.picked or item.columns)
@@ -171,8 +172,8 @@ def _turned_nbytes(item: LoadItem) -> int:
     return item.nbytes if info.strides is not None and info.big_endian else 0
 
 
-def _picked_nbytes(table: TensorInfo) -> int:
-    return 0 if table.strides is None else table.nbytes + table.numel * table.dtype.itemsize
+def _picked_nbytes(table: TensorInfo | None) -> int:
+    return 0 if table is None or table.strides is None else table.nbytes + table.numel * table.dtype.itemsize
 
 
 def copies_nbytes(plan: LoadPlan, *, device: str = "cpu") -> int:

@@ -287,8 +287,12 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     add("--pipeline-parallel-size", type=int, default=1, metavar="P", help="stages that share the layers (1)")
     add("--expert-placement", default="linear", metavar="NAME", help=f"of experts on ranks: {', '.join(PLACEMENTS)}")
     add("--expert-map", metavar="JSON", help="the experts of each rank, [[0,1],[2,3,0]]: JSON, or a file of it")
-    add("--read-sharing", default="none", metavar="WAY",
-        help="shared: one rank reads what several want and sends it to them; none: each reads it (none)")
+    add(
+        "--read-sharing",
+        default="none",
+        metavar="WAY",
+        help="shared: one rank reads what several want and sends it to them; none: each reads it (none)",
+    )
     add("--rank-timeout", type=float, default=60.0, metavar="SECONDS",
         help="a rank that keeps the others waiting longer ends the run (60); must exceed a step")  # fmt: skip
 

@@ -16,6 +16,7 @@ from layers.cuts import scale_scope
 from layers.weights import ParamSpec
 from quant.cells import cells
 from quant.disk_forms.form import DiskForm, DiskTensor, disk_tensors
+from quant.dtypes import DType
 from quant.shared_scales import Scope
 from streaming.checkpoint.tensors import TensorInfo
 from streaming.column_reads import reads_columns, skips_gaps
@@ -163,10 +164,16 @@ class _Maker:
             ends = one is wanted[-1] or (whole.kept_as_stored and last[one.fills] == one.leaf)
             if not by_rows:
                 yield self._leaf_whole(one, info, sections, ends=ends)
-            elif whole.kept_as_stored:
+            elif whole.kept_as_stored and self._is_kept_by_rows(one, form):
                 yield from self._leaf_kept(one, as_rows(info, whole.run_rows[run]), run, form, sections)
             else:
                 yield from self._leaf_held(one, as_rows(info, whole.run_rows[run]), run, sections, ends=ends)
+
+    def _is_kept_by_rows(self, one: DiskTensor, form: DiskForm) -> bool:
+        """Whether rows on disk are rows of what is kept of a part, too: not where a group or block is cut, whose scale
+        is then repeated."""
+        own, whole = self.param, self.param.whole
+        return cells(own.scheme, own.shape[1])[one.fills].columns == cells(form.kept, whole.shape[1])[one.fills].columns
 
     def _leaf_whole(self, one: DiskTensor, info: TensorInfo, sections: Sequence[int], *, ends: bool) -> LoadItem:
         rows = max((1, *info.shape[:1]))
@@ -200,6 +207,7 @@ class _Maker:
         size = stored.dtype.itemsize
         if cell == 0:
             return info, 0, None
+        info = replace(info, shape=(info.shape[0], info.numel // max(1, info.shape[0])))
         span = (cut.columns[0] // cell * size, -(-cut.columns[1] // cell) * size)
         if not _worth_alone(info, span, whole_rows=self.filling.whole_rows):
             return info, 0, span
@@ -208,11 +216,12 @@ class _Maker:
     def _leaf_held(
         self, one: DiskTensor, info: TensorInfo, run: int, sections: Sequence[int], *, ends: bool
     ) -> Iterator[LoadItem]:
-        """Rows of codes that are to be quantized anew: this rank's own, or all where a scale depends on more."""
+        """Rows of what is cut, or quantized anew, once it is there: this rank's own, or all where a scale depends on
+        more."""
         whole = self.param.whole
         for section in sections:
             first, stop = self._in_run(section, run)
-            if scale_scope(self.param, section) is not Scope.OWN:
+            if not whole.kept_as_stored and scale_scope(self.param, section) is not Scope.OWN:
                 part = self.param.parts[section].section
                 first = whole.section_starts[part] - whole.section_starts[whole.run_starts[run]]
                 stop = first + whole.section_rows[part]
@@ -255,8 +264,9 @@ def _worth_alone(info: TensorInfo, span: Span, *, whole_rows: bool) -> bool:
 def _packed_bytes(info: TensorInfo, span: Span) -> TensorInfo:
     """Bytes [first, stop) of each row, as if they lay one after the other."""
     width = span[1] - span[0]
-    shape = (info.shape[0], width // info.dtype.itemsize)
-    return replace(info, shape=shape, offset=info.offset + span[0], nbytes=info.shape[0] * width)
+    dtype = DType.U8 if width % info.dtype.itemsize else info.dtype  # words of codes may be cut, bytes are not
+    shape = (info.shape[0], width // dtype.itemsize)
+    return replace(info, dtype=dtype, shape=shape, offset=info.offset + span[0], nbytes=info.shape[0] * width)
 
 
 def stretch(info: TensorInfo, rows: Span, columns: Span | None) -> TensorInfo:

@@ -102,6 +102,7 @@ class CutArrivals:
         param, run = item.param, item.disk_run
         rows, width, kept = param.whole.run_rows[run], param.whole.shape[1], item.form.kept
         if self._key != (param.name, run):
+            self._held = {}  # before there is another
             self._key, self._held = (param.name, run), _empty(kept, rows, width, param, wide.device)
         if is_as_stored(item):
             place = self._held[item.fills][slice(*item.rows)]

@@ -185,9 +185,8 @@ def _staged(window: torch.Tensor | None, read_plan: ReadPlan, item: LoadItem) ->
 
 
 def _views_of_final(plan: LoadPlan, read_plan: ReadPlan, final: mmap.mmap | None) -> StoredTensors:
-    if final is None:
-        return {}
-    whole = torch.frombuffer(final, dtype=torch.uint8)
+    # Without that memory there are at most tensors of no rows: what a rank beyond the last row of a vocabulary has.
+    whole = torch.empty(0, dtype=torch.uint8) if final is None else torch.frombuffer(final, dtype=torch.uint8)
     found: StoredTensors = {}
     for param in _params(plan):
         for name, spec in param.storage().items():

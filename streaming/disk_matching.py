@@ -48,6 +48,7 @@ class OnDisk:
 class _Found:
     problems: dict[str, str] = field(default_factory=dict)
     mixed: list[str] = field(default_factory=list)
+    forms: dict[DiskForm, DiskForm] = field(default_factory=dict)  # equal ones are one, which compares at once
     unlike: dict[str, str] = field(default_factory=dict)  # form on disk -> the first weight that cannot be requantized
 
 
@@ -128,10 +129,11 @@ def _form_of(group: Group | None, shape: tuple[int, int], method: Method, found:
         return None
     module, tensors = group
     try:
-        return method.form_of(module, {leaf: FoundTensor(i.shape, i.dtype) for leaf, i in tensors.items()}, shape)
+        form = method.form_of(module, {leaf: FoundTensor(i.shape, i.dtype) for leaf, i in tensors.items()}, shape)
     except QuantError as error:
         found.problems[module] = f"{module}: {error}"
         return None
+    return None if form is None else found.forms.setdefault(form, form)
 
 
 def _scheme_of(param: ParamSpec, forms: Sequence[DiskForm | None], *, excluded: bool, found: _Found) -> Scheme:
@@ -208,13 +210,13 @@ def unstated_quantization(tensors: Mapping[str, TensorInfo]) -> str | None:
 
 def coded_problem(info: TensorInfo, wanted: DiskTensor, form: DiskForm) -> str | None:
     """What is wrong with one tensor of a form, from its header; None where nothing is. `wanted`: what it is to be."""
+    if info.shape in wanted.shapes and info.dtype in wanted.dtypes:
+        return None
     where = f"{info.name} in {info.file.name}"
     if info.shape not in wanted.shapes:
         return f"{where}: shape {list(info.shape)}, but {form.name} makes it {_either(wanted.shapes)}"
-    if info.dtype not in wanted.dtypes:
-        dtypes = " or ".join(dtype.value for dtype in wanted.dtypes)
-        return f"{where}: dtype {info.dtype.value}, but {form.name} makes it {dtypes}"
-    return None
+    dtypes = " or ".join(dtype.value for dtype in wanted.dtypes)
+    return f"{where}: dtype {info.dtype.value}, but {form.name} makes it {dtypes}"
 
 
 def _either(shapes: Sequence[tuple[int, ...]]) -> str:

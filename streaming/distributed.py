@@ -23,11 +23,10 @@ from torch.distributed import AllreduceOptions, BroadcastOptions, ProcessGroupGl
 from layers.parallel import Group, Groups, SingleGroup
 from layers.topology import Topology
 
-Blame = Callable[[str, tuple[int, ...], Exception], Exception]
+Blame = Callable[[str, tuple[int, ...], Exception], BaseException]
 """The error to raise in place of a collective's own: given what was being done, by which ranks, and that error."""
 
 _HALVES = (torch.bfloat16, torch.float16)
-_JOIN_S = 600.0  # to wait for the others at the start; whether they are alive is the control channel's business
 
 
 @dataclass(frozen=True)
@@ -39,21 +38,21 @@ class Store:
     tcp: TCPStore
 
     @classmethod
-    def serve(cls, host: str, *, world: int) -> Store:
+    def serve(cls, host: str, *, world: int, timeout_s: float) -> Store:
         """Rank 0's end, on a port that the system picks. It takes connections from where `host` leads only: loopback
-        stays loopback."""
+        stays loopback. `timeout_s`: how long ranks wait for one that is on its way."""
         listener = socket.create_server(("127.0.0.1" if is_local(host) else "", 0), backlog=4 * world)
         port = listener.getsockname()[1]
         tcp = TCPStore(
-            host, port, world, True, timedelta(seconds=_JOIN_S), wait_for_workers=False,
+            host, port, world, True, timedelta(seconds=timeout_s), wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )  # fmt: skip
         return cls(host, port, tcp)
 
     @classmethod
-    def connect(cls, host: str, port: int, *, world: int) -> Store:
+    def connect(cls, host: str, port: int, *, world: int, timeout_s: float) -> Store:
         """Another rank's."""
-        tcp = TCPStore(host, port, world, False, timedelta(seconds=_JOIN_S), wait_for_workers=False)
+        tcp = TCPStore(host, port, world, False, timedelta(seconds=timeout_s), wait_for_workers=False)
         return cls(host, port, tcp)
 
 
@@ -121,8 +120,7 @@ class DistributedGroup:
         return self._exchange(x, received, sent)
 
     def broadcast(self, x: torch.Tensor, *, root: int, ranks: Sequence[int]) -> torch.Tensor:
-        """Fill x, which is contiguous, with that of rank `root`; entered by `ranks` alone, of which root is one. Is x.
-        """
+        """Fill x (contiguous) with that of rank `root`; entered by `ranks` alone, of which root is one. Is x."""
         if not x.numel():
             return x
         raw, options = _as_bytes(x), BroadcastOptions()  # a view: x is contiguous
@@ -134,8 +132,7 @@ class DistributedGroup:
                 if other != root:
                     self.send(x, to=other)
         else:
-            words = f"receiving from rank {self.ranks[root]}"
-            self._wait(words, lambda: self.process_group.recv([raw], root, 0))
+            self._receive_into(raw, root)
         return x
 
     def _exchange(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
@@ -147,22 +144,26 @@ class DistributedGroup:
     def send(self, x: torch.Tensor, *, to: int) -> None:
         """Send x to rank `to` of the group, which must be receiving one of its shape."""
         if x.numel():
-            self._wait(f"sending to rank {self.ranks[to]}", lambda: self.process_group.send([_as_bytes(x)], to, 0))
+            words, raw = f"sending to rank {self.ranks[to]}", _as_bytes(x)
+            self._wait(words, lambda: self.process_group.send([raw], to, 0), on=(self.ranks[to],))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, *, source: int, device: torch.device) -> torch.Tensor:
         """What rank `source` of the group sends."""
         out = torch.empty(*shape, dtype=dtype, device=device)
         if out.numel():
-            raw = _as_bytes(out)  # a view: out is contiguous
-            words = f"receiving from rank {self.ranks[source]}"
-            self._wait(words, lambda: self.process_group.recv([raw], source, 0))
+            self._receive_into(_as_bytes(out), source)  # a view: out is contiguous
         return out
 
-    def _wait(self, words: str, begin: Callable[[], Any]) -> None:
+    def _receive_into(self, raw: torch.Tensor, source: int) -> None:
+        words = f"receiving from rank {self.ranks[source]}"
+        self._wait(words, lambda: self.process_group.recv([raw], source, 0), on=(self.ranks[source],))
+
+    def _wait(self, words: str, begin: Callable[[], Any], *, on: tuple[int, ...] | None = None) -> None:
+        """`on`: the ranks that are waited for, where not for all."""
         try:
             begin().wait()
         except RuntimeError as error:  # torch's DistBackendError is one; gloo's own are nothing finer
-            raise self.blame(words, self.ranks, error) from error
+            raise self.blame(words, on or self.ranks, error) from error
 
 
 def _as_bytes(x: torch.Tensor) -> torch.Tensor:
@@ -195,9 +196,9 @@ class ProcessGroups:
 def join_groups(
     store: Store, topology: Topology, *, device: torch.device, timeout_s: float, blame: Blame
 ) -> ProcessGroups:
-    """Meet the other ranks; returns when all of them are there. To be entered by every rank of the world.
+    """Meet the other ranks; returns when all of them are there. To be entered by every rank of the world, at one time.
 
-    `timeout_s`: how long a collective waits for a rank before it fails.
+    `timeout_s`: how long this, and any collective, waits for a rank before it fails.
     """
     join = _Joining(store, topology, device, timeout_s, blame)
     tensor = join.group("tensor", topology.tensor_ranks)
@@ -235,10 +236,8 @@ class _Joining:
         gloo: Any = ProcessGroupGloo  # its type stub leaves out the options
         options, local = gloo._Options(), is_local(self.store.host)
         options._devices = [gloo.create_device(hostname="127.0.0.1") if local else gloo.create_default_device()]
-        options._timeout = timedelta(seconds=_JOIN_S)
-        made = gloo(store, rank, size, options)
-        made._set_default_timeout(timedelta(seconds=self.timeout_s))
-        return made
+        options._timeout = timedelta(seconds=self.timeout_s)
+        return gloo(store, rank, size, options)
 
     def _nccl(self, store: PrefixStore, rank: int, size: int) -> Any:
         from torch.distributed import ProcessGroupNCCL  # not in every build

@@ -1,7 +1,8 @@
 """Embedding rows on their own: the prompt needs a few kilobytes of a table that may be the largest tensor of the file.
 
 They are fetched straight from the checkpoint by the forward thread before anything else, so the table itself can be
-read last (as a tied head, or after it). The same conversions as for the whole table make the same bits.
+read last (as a tied head, or after it). The same conversions as for the whole table make the same bits. Where a rank
+can read some of the rows only (its own shards), nothing is fetched: the table itself serves from the first token on.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ from streaming.open_files import FileState
 class EmbeddingRows:
     """Rows of one embedding table, by token id, in the model's dtype on the CPU."""
 
-    def __init__(self, table: TensorInfo, *, dtype: DType, state: FileState | None = None) -> None:
-        """`state`: of its file, when the load was planned."""
-        self._table, self._dtype = table, dtype
+    def __init__(self, table: TensorInfo | None, *, dtype: DType, state: FileState | None = None) -> None:
+        """`table`: None where no file has all rows. `state`: of its file, when the load was planned."""
+        self.read_nbytes = 0
+        self._rows: dict[int, torch.Tensor] = {}
+        self._dtype, self.available, self._ranges = dtype, table is not None, None
+        if table is None:
+            return
+        self._table = table
         self._pattern = pattern_block(table.file.name) if table.generated else None
         try:
             self._ranges = None if table.generated else open_ranges(table.file, state=state)
         except CheckpointError as error:
             raise LayerLoadError("embed", "read", table.name, error) from error
-        self._rows: dict[int, torch.Tensor] = {}
-        self.read_nbytes = 0
 
     def fetch(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[len(token_ids), hidden]; each distinct row is read once. Raises LayerLoadError naming the file."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from layers.parallel import SingleGroup
+from layers.topology import Topology
 from streaming.accounts import Accounts
 from streaming.arrivals import Arrivals
 from streaming.cut_storing import CutArrivals, store_part
@@ -30,11 +31,11 @@ from streaming.item_words import log_item
 from streaming.plan import LoadItem
 from streaming.prepare import Prepared
 from streaming.residency import Residency
-from streaming.stages import is_quantized, needs_host, place_of_rows, slice_item, store_item
+from streaming.stages import is_quantized, item_views, needs_host, place_of_rows, slice_item, store_item
 from streaming.trace import Tracer
 from streaming.weight_checks import WeightChecks
 
-PATIENCE_S = 0.2  # after which the rest is loaded although nobody has computed: a request would have begun by then
+PATIENCE_S = 0.2  # of idleness, after which the rest is loaded: a request, or its second token, would have begun
 FILLING_THREADS = 2  # of those that load: the others are free for what a token needs now
 
 Unit = tuple[str, int]  # the experts' layer, and the unit's number there
@@ -57,6 +58,7 @@ class ExpertLoader:
     check_weights: bool = False
     patience_s: float = PATIENCE_S
     clock: Callable[[], float] = time.monotonic
+    topology: Topology = field(default_factory=Topology)
 
     def __post_init__(self) -> None:
         self._of_param = {param.name: layer for layer in self.layers for param in layer.plan.spec.params}
@@ -72,8 +74,8 @@ class ExpertLoader:
         self._noting = threading.Lock()  # of accounts, checks and seconds, which know no threads
         self._threads: list[threading.Thread] = []
         self._filling = self._passes = 0
-        self._computed = self._stopped = False
-        self._base_loaded_s: float | None = None
+        self._idle_since_s = 0.0  # of the model: when the layers were there, or the last pass ended
+        self._base_is_loaded = self._computed = self._followed = self._stopped = False
         self._error: BaseException | None = None
 
     # --- the forward's side
@@ -103,15 +105,18 @@ class ExpertLoader:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Around a pass of the model: while the first one runs, nothing is loaded but what it needs."""
+        """Around a pass of the model: until the first one is over, nothing is loaded but what it needs."""
         with self._changed:
             self._passes += 1
+            self._followed = self._followed or self._computed  # the first token is out: another one is asked for
+            self._changed.notify_all()
         try:
             yield
             self._computed = True
         finally:
             with self._changed:
                 self._passes -= 1
+                self._idle_since_s = self.clock()
                 self._changed.notify_all()
 
     # --- the loader's side
@@ -126,7 +131,7 @@ class ExpertLoader:
     def base_loaded(self) -> None:
         """The layers without their experts are there: the rest may be loaded when no first pass is under way."""
         with self._changed:
-            self._base_loaded_s = self.clock()
+            self._base_is_loaded, self._idle_since_s = True, self.clock()
             self._changed.notify_all()
 
     def wait(self) -> bool:
@@ -180,15 +185,15 @@ class ExpertLoader:
             return None
 
     def _may_fill(self) -> bool:
-        if self._base_loaded_s is None or self._filling >= FILLING_THREADS:
+        if not self._base_is_loaded or self._filling >= FILLING_THREADS:
             return False
-        return self._computed or (not self._passes and self._patience_left() is None)
+        return self._followed or (not self._passes and self._patience_left() is None)
 
     def _patience_left(self) -> float | None:
-        """Seconds until the rest is loaded although nobody computes; None where that is no reason to look again."""
-        if self._base_loaded_s is None or self._computed or self._passes:
+        """Seconds until the rest is loaded although nobody computes; None where no time changes anything."""
+        if not self._base_is_loaded or self._followed or self._passes:
             return None
-        left = self._base_loaded_s + self.patience_s - self.clock()
+        left = self._idle_since_s + self.patience_s - self.clock()
         return left if left > 0 else None
 
     def _next_of_rest(self) -> Unit | None:
@@ -215,18 +220,28 @@ class ExpertLoader:
         for item in layer.items_of(unit):
             if self._stopped:
                 raise StreamClosedError("the model was closed while its experts were loaded")
-            log_item(item)
+            log_item(item, topology=self.topology)
+            place = self._place(item)
             with self._stage(item, "read", nbytes=item.read_nbytes):
-                raw = self.items.read(item)
+                raw = self.items.read(item, place)
             with self._stage(item, "slice"), self.device.working():
-                wide = self._wide(item, raw)
+                wide = self._wide(item, raw) if place is None else place
                 with self._noting:
                     self.checks.add(item, wide)
+            if place is not None:
+                continue
             with self._stage(item, "quantize"), self.device.working():
                 self._store(item, wide, arrivals, cut_arrivals)
                 moment = self.device.moment()
             self.device.await_moment(moment)
         self._publish(layer, unit)
+
+    def _place(self, item: LoadItem) -> torch.Tensor | None:
+        """Where the item's bytes stay, if they are kept as they are read."""
+        if not item.direct:
+            return None
+        (view,) = item_views(item, self.device.stored[item.param.name]).values()
+        return view
 
     @contextmanager
     def _stage(self, item: LoadItem, stage: str, **args: int) -> Iterator[None]:
@@ -308,4 +323,5 @@ def open_experts(
     return ExpertLoader(
         prepared.plan.experts, open_item_bytes(items, prepared.checkpoint.states), device, residency, tracer,
         hooks=hooks, checks=WeightChecks(norm=prepared.config.norm), check_weights=prepared.options.check_weights,
+        topology=prepared.topology,
     )  # fmt: skip

@@ -15,9 +15,9 @@ from streaming.errors import LayerLoadError, StreamClosedError
 from streaming.file_ranges import FileRanges, open_ranges
 from streaming.load_plan import LoadItem
 from streaming.open_files import CHANGED, FileState, OpenFiles
+from streaming.piece_cutting import cut_pieces
 from streaming.pipeline import read_fault
 from streaming.read_choice import states_of
-from streaming.read_plan import cut_pieces
 from streaming.reading import SHORT, FlatPiece, fill_checked, fill_memory, put_own
 
 _FAULTS = {SHORT: "short", CHANGED: "changed"}
@@ -32,10 +32,12 @@ class ItemBytes:
         self._ranges: dict[WeightFile, FileRanges] = {}
         self._lock, self._closed = threading.Lock(), False
 
-    def read(self, item: LoadItem) -> torch.Tensor:
-        """The item's bytes: uint8 [nbytes] on the CPU. Raises LayerLoadError, or CheckpointError of a server;
-        StreamClosedError when it is cancelled."""
-        raw = torch.empty(item.nbytes, dtype=torch.uint8)
+    def read(self, item: LoadItem, into: torch.Tensor | None = None) -> torch.Tensor:
+        """The item's bytes: uint8 [nbytes] on the CPU, those of `into` where that is given.
+
+        Raises LayerLoadError, or CheckpointError of a server; StreamClosedError when it is cancelled.
+        """
+        raw = torch.empty(item.nbytes, dtype=torch.uint8) if into is None else into.view(-1).view(torch.uint8)
         if not item.nbytes:
             return raw
         memory = memoryview((ctypes.c_char * item.nbytes).from_address(raw.data_ptr())).cast("B")

@@ -302,6 +302,10 @@ class LLM:
         """Block until a layer is ready (an int counts decoder layers); False after `timeout` seconds."""
         return self._model.wait_ready(layer, timeout)
 
+    def rank_progress(self) -> Mapping[int, tuple[str, str]]:
+        """Layer and stage that each of the other ranks was in when it last said so; empty in a run of one rank."""
+        return self._model.rank_progress()
+
     def on_change(self, callback: Callable[[str, LayerState], None]) -> None:
         """Call `callback(layer, state)` at every change from now on, in the loader's thread: it must be short."""
         self._model.on_change(callback)

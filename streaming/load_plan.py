@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from layers.topology import Topology
 from layers.weights import LayerSpec, ParamSpec
 from streaming.checkpoint.tensors import TensorInfo
 from streaming.piece_cutting import cut_pieces, moved_nbytes
@@ -145,7 +146,7 @@ class LoadPlan:
     """The whole load, layers in reading order (which is not the order of use for the embedding table)."""
 
     layers: tuple[LayerPlan, ...]
-    table: TensorInfo  # where embedding rows can be fetched on their own
+    table: TensorInfo | None  # where any row of the embedding table can be fetched on its own; None: nowhere
     dropped: Mapping[str, str]  # checkpoint name -> why it is not used
     warnings: tuple[str, ...] = field(default=())
     unused: Mapping[str, int] = field(default_factory=dict)  # why tensors are not used -> their bytes
@@ -153,6 +154,7 @@ class LoadPlan:
     specs: tuple[LayerSpec, ...] = ()  # the layers in the order of use, where their weights have forms on disk
     experts: tuple[ExpertLayer, ...] = ()  # what is loaded apart from the layers, when it is needed
     ranks: tuple[RankShare, ...] = ()  # what every rank has, where that was asked for
+    topology: Topology = field(default_factory=Topology)  # the ranks, and which of them this plan is for
 
     @cached_property
     def all_layers(self) -> tuple[LayerPlan, ...]:
@@ -180,6 +182,11 @@ class LoadPlan:
     def received_nbytes(self) -> int:
         """Bytes that come from other ranks, which have read them."""
         return sum(item.nbytes for item in self.items if item.is_received)
+
+    @property
+    def soonest_nbytes(self) -> int:
+        """Bytes that no first token can do without: where experts are loaded apart, without any."""
+        return sum(layer.read_nbytes for layer in self.layers)
 
     @property
     def kept_nbytes(self) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from layers.name_lookup import NameLookup
 from layers.weights import Dropped, LayerSpec, ParamSpec, Target, WeightMap
+from quant.disk_forms.form import disk_tensors
 from quant.dtypes import DType
 from quant.int4 import IntPerGroup
 from streaming.checkpoint.tensors import TensorInfo
@@ -191,7 +192,6 @@ def _place(found: Sources, info: TensorInfo, target: Target, param: ParamSpec) -
 
 def _place_coded(found: Sources, name: str, info: TensorInfo, target: Target, param: ParamSpec) -> bool:
     """Whether the tensor is a part of what a weight is on disk in quantized form; then it has its home."""
-    from quant.disk_forms.form import disk_tensors
     from streaming.disk_matching import coded_problem
 
     if target.stop > len(param.sections):

@@ -34,7 +34,7 @@ from streaming.errors import BudgetError, OptionError, StreamClosedError, Stream
 from streaming.forward_thread import ForwardThread, Job, RequestCancelled
 from streaming.generate import Completion, Piece, Request, Timing, generate
 from streaming.hooks import Hooks
-from streaming.kv_scales import scales_on_device
+from streaming.kv_scales import KVScales, scales_on_device
 from streaming.memory_watch import MemoryWatch
 from streaming.panel_pool import PanelPool
 from streaming.pipeline import Pipeline
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from streaming.distributed import ProcessGroups
     from streaming.expert_loading import ExpertLoader
     from streaming.ranks.lead import Lead
+    from streaming.ranks.lone_rank import LoneRank
     from streaming.ranks.member import Member
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class StreamedModel:
     warnings: list[str] = field(default_factory=list)
     closing: bool = False
     workers: set[threading.Thread] = field(default_factory=set)
-    ranks: Lead | Member | None = None  # this rank's part in a run of several
+    ranks: Lead | Member | LoneRank | None = None  # this rank's part in a run of several
     _forward: ForwardThread = field(default_factory=ForwardThread)
     _timing: Timing = field(default_factory=Timing)
     _completions: list[Completion] = field(default_factory=list)
@@ -222,12 +223,17 @@ class StreamedModel:
         self._room = self._room or Room(device)
         cache = KVCache(
             config, max_tokens=tokens, dtype=dtype, device=str(device), cache_dtype=kept,
-            scales=scales_on_device(self.prepared.kv_scales, cache_dtype=kept, config=config, fnuz=self.features.fnuz),
+            scales=scales_on_device(self._own_scales(), cache_dtype=kept, config=config, fnuz=self.features.fnuz),
             room=self._room, fnuz=self.features.fnuz,
         )  # fmt: skip
         if self.runner.lead is not None:
             self.runner.lead.new_cache(cache, max_tokens=tokens)
         return cache
+
+    def _own_scales(self) -> KVScales | None:
+        """Those of the layers that this rank's stage has."""
+        scales, layers = self.prepared.kv_scales, self.prepared.config.num_layers
+        return None if scales is None else scales[slice(*self.runner.topology.layers_of_stage(layers))]
 
     def fail(self, error: BaseException) -> None:
         """Another rank has failed: whoever waits gets its error, or the end of `run_model`'s block."""
@@ -259,6 +265,7 @@ class StreamedModel:
             decode_tok_s=rate,
             tokens_per_s=total / (timing.last_token_s - begun) if total and timing.last_token_s > begun else None,
             bytes_read=self._bytes_read(),
+            bytes_received=self.prepared.plan.received_nbytes,
             bytes_rows=self.runner.rows.read_nbytes,
             bytes_before_first_token=self._bytes_before_first_token(),
             bytes_kept=self.prepared.plan.kept_nbytes,
@@ -352,7 +359,7 @@ async def run_model(
     tracer: Tracer,
     clock: RunClock,
     hooks: Hooks,
-    ranks: Lead | Member | None = None,
+    ranks: Lead | Member | LoneRank | None = None,
 ) -> AsyncIterator[StreamedModel]:
     """Stream the planned model in for the length of the block. Gives the model as soon as its shell exists.
 
@@ -373,9 +380,13 @@ async def run_model(
     except BaseException:
         if groups is not None:
             groups.close()
+        if ranks is not None:
+            ranks.close()
         device.close()
         raise
     told = replace(hooks, warn=partial(_note, streamed, hooks.warn))
+    if ranks is not None:
+        ranks.show_warnings(told.warn)
     pipeline = Pipeline(
         prepared.plan, reader, device, streamed.residency, tracer,
         threads=streamed.runner.threads.loading, check_weights=prepared.options.check_weights,
@@ -418,7 +429,7 @@ def _assemble(
     tracer: Tracer,
     clock: RunClock,
     hooks: Hooks,
-    ranks: Lead | Member | None,
+    ranks: Lead | Member | LoneRank | None,
     groups: ProcessGroups | None,
 ) -> StreamedModel:
     topology = Topology() if ranks is None else ranks.topology
@@ -433,7 +444,8 @@ def _assemble(
     panels = PanelPool()
     kernels = Kernels.detect(mode=KernelMode(options.kernels), run=panels)
     table = prepared.plan.table
-    rows = EmbeddingRows(table, dtype=prepared.dtype, state=prepared.read_plan.state_of(table.file))
+    state = None if table is None else prepared.read_plan.state_of(table.file)
+    rows = EmbeddingRows(table, dtype=prepared.dtype, state=state)
     threads = choose_threads(options.threads)
     runner = ModelRunner(
         shell, device, residency, rows, kernels, tracer, threads, panels, hooks.layer_outputs,
@@ -485,13 +497,15 @@ async def _load(pipeline: Pipeline, streamed: StreamedModel, device: Device) -> 
             streamed.ranks.loaded(streamed.report())
         if streamed.runner.lead is not None:
             await anyio.to_thread.run_sync(streamed.residency.wait_everywhere)
-        if streamed.prepared.retie:
+        if streamed.prepared.retie and {"embed", "head"} <= streamed.residency.states().keys():  # of one stage: both
             await anyio.to_thread.run_sync(compare_tied, streamed, device, pipeline.hooks.warn)
         streamed.clock.once("load_end_s")
         streamed.tracer.mark("first layer ready", at_s=streamed.residency.first_ready_s)
         streamed.tracer.mark("load done", at_s=streamed.clock.load_end_s)
         streamed.residency.finish()
     except Exception as error:
+        if streamed.closing and isinstance(error, StreamClosedError):
+            return  # closed while other ranks still loaded, or in the last checks
         streamed.fail(error)  # of the last checks too: whoever waits for the end of the load
         if streamed.ranks is not None and not streamed.closing:
             streamed.ranks.load_failed(error)

@@ -9,7 +9,9 @@ from dataclasses import replace
 import anyio
 import torch
 
+from layers.parallel import SingleGroup
 from streaming.checkpoint.remote_file import RemoteFile, WeightFile
+from streaming.cut_storing import Maximum
 from streaming.device import open_device
 from streaming.errors import OptionError
 from streaming.hooks import Hooks
@@ -35,7 +37,8 @@ def only_layer(prepared: Prepared, layer: int | str) -> Prepared:
         known = ", ".join(one.name for one in prepared.plan.layers if one.items)
         raise OptionError(f"layer {layer!r} is not one of {known}")
     items = tuple(replace(item, index=index) for index, item in enumerate(found.items))
-    plan = LoadPlan((LayerPlan(found.name, found.spec, items),), prepared.plan.table, {})
+    only = LayerPlan(found.name, found.spec, items)
+    plan = LoadPlan((only,), prepared.plan.table, {}, topology=prepared.topology)
     window = prepared.options.window_nbytes or prepared.budget.window_nbytes
     read_plan = plan_reads(plan, window_nbytes=window)
     states = dict(zip(prepared.read_plan.files, prepared.read_plan.states, strict=False))  # none for remote files
@@ -52,10 +55,13 @@ def _without_copy(file: WeightFile) -> WeightFile:
     return replace(file, copy_to=None) if isinstance(file, RemoteFile) else file
 
 
-def load_one_layer(prepared: Prepared, layer: int | str, *, hooks: Hooks = _NO_HOOKS) -> dict[str, torch.Tensor]:
+def load_one_layer(
+    prepared: Prepared, layer: int | str, *, hooks: Hooks = _NO_HOOKS, maximum: Maximum | None = None
+) -> dict[str, torch.Tensor]:
     """The layer's stored tensors under their full names, on the device of the options; nothing stays open.
 
-    No byte of another layer is read. Raises LayerLoadError (layer, stage, tensor) when it cannot be loaded.
+    `maximum`: over the ranks that share it, where this is one of several. No byte of another layer is read. Raises
+    LayerLoadError (layer, stage, tensor) when it cannot be loaded.
     """
     one = only_layer(prepared, layer)
     with closing(start_reader(one)) as reader, closing(open_device(one.options.device, one.plan, reader)) as device:
@@ -63,7 +69,7 @@ def load_one_layer(prepared: Prepared, layer: int | str, *, hooks: Hooks = _NO_H
         pipeline = Pipeline(
             one.plan, reader, device, residency, Tracer(),
             threads=threads.resident, check_weights=one.options.check_weights, hooks=hooks,
-            checks=WeightChecks(norm=one.config.norm),
+            checks=WeightChecks(norm=one.config.norm), maximum=maximum or SingleGroup().maximum,
         )  # fmt: skip
         anyio.run(pipeline.run)
         for worker in pipeline.workers:

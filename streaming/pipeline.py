@@ -33,7 +33,7 @@ from streaming.accounts import Accounts
 from streaming.arrivals import Arrivals
 from streaming.cut_storing import CutArrivals, Maximum, store_part
 from streaming.device import Device
-from streaming.errors import LayerLoadError, StreamClosedError, StreamingError
+from streaming.errors import LayerLoadError, RankError, StreamClosedError, StreamingError
 from streaming.file_faults import changed_fault, system_fault
 from streaming.hooks import Hooks
 from streaming.item_words import log_item
@@ -155,7 +155,7 @@ class Pipeline:
                 await send.send(await self._worker(item, "slice", self._slice_now))
 
     def _slice_now(self, item: LoadItem) -> _Work:
-        log_item(item)
+        log_item(item, topology=self.plan.topology)
         if item.direct:
             with self._span("slice", item):
                 self.device.check(item.layer)  # before its bytes are touched, where they lie in a map, and after
@@ -273,6 +273,8 @@ class Pipeline:
     async def _worker(self, item: LoadItem, stage: str, work: Callable[[LoadItem], T]) -> T:
         try:
             return await anyio.to_thread.run_sync(self._in_worker, work, item, stage)
+        except (RankError, StreamClosedError):  # of another rank, or of the end: not this item's
+            raise
         except Exception as error:
             raise _failure(item, stage, error) from error
 

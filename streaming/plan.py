@@ -14,6 +14,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from layers.architecture import EMBED_WEIGHT
 from layers.weights import LayerSpec, WeightMap
 from quant.dtypes import DType
 from streaming.checkpoint.tensors import Checkpoint
@@ -103,17 +104,20 @@ def _account(checkpoint: Checkpoint, dropped: Mapping[str, str]) -> tuple[dict[s
     return reasons, {reason: amount for reason, amount in nbytes.items() if amount}
 
 
-def lay_out(specs: Sequence[LayerSpec], items_of: ItemsOf) -> tuple[LayerPlan, ...]:
-    """The layers in reading order, with the items that fill each of their parameters."""
+def lay_out(specs: Sequence[LayerSpec], items_of: ItemsOf, *, table_first: bool = False) -> tuple[LayerPlan, ...]:
+    """The layers in reading order, with the items that fill each of their parameters; `table_first` as below."""
     layers, numbers = [], count()
-    for spec in reading_order(specs):
+    for spec in reading_order(specs, table_first=table_first):
         items = (item for param in spec.params for item in items_of(param, spec.name, numbers))
         layers.append(LayerPlan(spec.name, spec, tuple(items)))
     return tuple(layers)
 
 
-def reading_order(specs: Sequence[LayerSpec]) -> list[LayerSpec]:
-    """The decoder's layers, the head, then the embedding table: the prompt's rows of it are fetched first anyway."""
+def reading_order(specs: Sequence[LayerSpec], *, table_first: bool = False) -> list[LayerSpec]:
+    """The decoder's layers, the head, then the embedding table: the prompt's rows of it are fetched first anyway.
+    `table_first`: they cannot be, so the layer that has the table comes before all others."""
+    if table_first:
+        return sorted(specs, key=lambda spec: all(param.name != EMBED_WEIGHT for param in spec.params))
     return [spec for spec in specs if spec.name != "embed"] + [spec for spec in specs if spec.name == "embed"]
 
 

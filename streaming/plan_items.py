@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 from layers.weights import ParamSpec
+from quant.disk_forms.form import disk_tensors
 from quant.dtypes import DType
 from streaming.checkpoint.tensors import TensorInfo
 from streaming.load_plan import LoadItem
@@ -50,12 +51,11 @@ def _form_items(
 ) -> Iterable[LoadItem]:
     """The tensors of a run of sections (from `section` on) that is quantized on disk, by leaf; those whose rows are
     kept as they are in runs of rows, others whole."""
-    from quant.disk_forms.form import disk_tensors
-
     form = param.forms[run]
     assert form is not None
     rows, count = param.run_rows[run], param.runs[run]
-    tensors = filling.sources.coded[param.name][param.whole.run_at(param.parts[section].section)]
+    uncut = run if param.cut is None else param.whole.run_at(param.parts[section].section)
+    tensors = filling.sources.coded[param.name][uncut]
     wanted = [one for one in disk_tensors(form, rows, param.shape[1]) if one.fills and one.leaf in tensors]
     for one in wanted:
         info, last = tensors[one.leaf], one is wanted[-1]

@@ -89,7 +89,7 @@ def prepare(model: str, options: LoadOptions, *, rank: int = 0, every_rank: bool
 
 
 def _prepare(model: str, options: LoadOptions, topology: Topology, *, every_rank: bool) -> Prepared:
-    checkpoint = open_model(model, options)
+    checkpoint = open_model(model, options, rank=topology.rank)
     if checkpoint.address is not None:
         check_remote_options(options)
     if checkpoint.format == "dummy":
@@ -112,7 +112,7 @@ def _prepare(model: str, options: LoadOptions, topology: Topology, *, every_rank
 
         specs = saved_specs(checkpoint.root, checkpoint.saved, specs)
     plan = _plan(checkpoint, specs, config, options, tied=tied, topology=topology, every_rank=every_rank)
-    plan = replace(plan, warnings=(*plan.warnings, *notes))
+    plan = replace(plan, warnings=(*plan.warnings, *notes), topology=topology)
     if options.moe_load == "routed_first":
         from streaming.expert_plan import with_experts_apart
 
@@ -173,11 +173,16 @@ def _policy(
     return policy, unmatched_warnings(policy)
 
 
-def open_model(model: str, options: LoadOptions) -> Checkpoint:
-    """The model's files, and those of its other sources, as one checkpoint. Raises CheckpointError, OptionError."""
+def open_model(model: str, options: LoadOptions, *, rank: int = 0) -> Checkpoint:
+    """The model's files, and those of its other sources, as one checkpoint; of saved shards those of one rank. Raises
+    CheckpointError, OptionError."""
     checkpoint = open_checkpoint(
         model, load_format=options.load_format, revision=options.revision, remote_cache=options.remote_cache
     )
+    if checkpoint.saved is not None:
+        from streaming.sharded import rank_checkpoint
+
+        checkpoint = rank_checkpoint(checkpoint, options.topology(rank))
     joined = join_sources(checkpoint, options.sources)
     check_names(joined)
     return joined
@@ -209,9 +214,9 @@ def _plan(
     if checkpoint.saved is not None:
         from streaming.sharded_plan import make_stored_plan
 
-        return make_stored_plan(checkpoint, specs, direct=direct)
+        return make_stored_plan(checkpoint, cut_specs(specs, config, topology), direct=direct)
     survey = None
-    if every_rank and share is None:
+    if every_rank:
         from streaming.rank_shares import rank_shares
 
         survey = partial(rank_shares, config=config, topology=topology)

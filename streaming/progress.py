@@ -60,8 +60,14 @@ class Progress:
         self._drawing = enabled and stream.isatty()
         self._columns = columns if columns is not None else terminal_columns(stream) if self._drawing else 0
         self._in_place = self._columns >= _NARROW and os.environ.get("TERM") != "dumb"
+        self._ranks: Callable[[], Mapping[int, tuple[str, str]]] = dict
         self._live = 0  # lines of the block that is on the screen now
         self._start_s = self._drawn_s = clock()
+
+    def show_ranks(self, ranks: Callable[[], Mapping[int, tuple[str, str]]]) -> None:
+        """Where the other ranks are: `ranks()` gives layer and stage of each; a line of them is above the totals."""
+        with self._lock:
+            self._ranks = ranks
 
     def update(self, layer: str, reached: Reached, *, nbytes: int = 0, seconds: float = 0.0) -> None:
         """The layer has come this far; `nbytes` and `seconds` are the whole layer's for this step."""
@@ -97,7 +103,9 @@ class Progress:
 
     def _block(self) -> list[str]:
         moving = [layer for layer, steps in self._steps.items() if steps and Reached.READY not in steps]
-        return [*(self._line(layer) for layer in moving[: _MAX_LIVE - 1]), self._totals()]
+        others = self._ranks()
+        lines = [self._line(layer) for layer in moving[: _MAX_LIVE - 1 - bool(others)]]
+        return [*lines, *([ranks_line(others, columns=self._columns)] if others else []), self._totals()]
 
     def _end(self) -> None:
         if self._drawing:
@@ -127,6 +135,14 @@ def layer_line(name: str, steps: Mapping[Reached, Step], *, name_width: int, col
     words = [name.ljust(name_width)]
     words += [_step_words(reached, steps[reached]) for reached in Reached if reached in steps]
     return _fit("  ".join(words), columns)
+
+
+def ranks_line(ranks: Mapping[int, tuple[str, str]], *, columns: int) -> str:
+    """Where each rank is, such as "rank 1 layers.3 quantize  rank 2 loaded"; those that wait for steps have loaded."""
+    words = (
+        f"rank {rank} {layer} {stage}" if layer else f"rank {rank} {stage}" for rank, (layer, stage) in ranks.items()
+    )
+    return _fit("  ".join(words).replace("forward", "loaded"), columns)
 
 
 def totals_line(layers: Mapping[str, Mapping[Reached, Step]], *, seconds: float, columns: int) -> str:

@@ -132,6 +132,7 @@ def _embed(streams: Sequence[_Stream]) -> None:
     """The first hidden states, which no scheme changes: only the text's own rows of the table are read."""
     prepared, step = streams[0].prepared, streams[0].step
     table = prepared.plan.table
+    assert table is not None  # one rank has all of it
     with closing(EmbeddingRows(table, dtype=prepared.dtype, state=prepared.read_plan.state_of(table.file))) as rows:
         found = [rows.fetch(run.ids).to(step.device) for run in step.runs]
     for stream in streams:

@@ -6,27 +6,30 @@ that the 64 ranks of one with 60 layers cost little more than one of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 
 from layers.cuts import cut_param, stage_layers
 from layers.model_config import ModelConfig
 from layers.topology import Topology, experts_of
 from layers.weights import LayerSpec, ParamSpec
-from streaming.checkpoint.tensors import TensorInfo
+from streaming.param_kinds import param_traits
+from streaming.plan import reading_order
 from streaming.plan_items import Filling, items_of
+from streaming.shared_reads import nbytes_if_shared
 
 
 @dataclass(frozen=True)
 class RankShare:
-    """Bytes that a rank reads from the files and that it keeps; `experts`: which ones it has of each sparse layer, whole
-    or, where experts are cut like dense layers, its part of each."""
+    """Bytes that a rank reads from the files and that it keeps; `experts`: which ones it has of each sparse layer,
+    whole or, where experts are cut like dense layers, its part of each."""
 
     rank: int
     read_nbytes: int
     kept_nbytes: int
     experts: tuple[int, ...] = ()
+    by_sharing: tuple[int, int] | None = None  # bytes read where ranks do not share the reading, and where they do
 
 
 Survey = Callable[[Sequence[LayerSpec], Filling], tuple[RankShare, ...]]
@@ -38,8 +41,24 @@ def rank_shares(
     specs: Sequence[LayerSpec], filling: Filling, *, config: ModelConfig, topology: Topology
 ) -> tuple[RankShare, ...]:
     """The share of each rank of the mesh, as its own plan has it. Raises ShardError for what cannot be cut."""
-    surveyor = _Surveyor(filling, config, {}, {}, {})
-    return tuple(surveyor.share(specs, topology.at(rank)) for rank in range(topology.world))
+    surveyor = _Surveyor(replace(filling, whole_rows=False), config, {}, {}, {})
+    shares = [surveyor.share(specs, topology.at(rank)) for rank in range(topology.world)]
+    if topology.tensor == 1:
+        return tuple(shares)
+    return tuple(_both_ways(shares, specs, surveyor, topology, shared=filling.whole_rows))
+
+
+def _both_ways(
+    shares: Sequence[RankShare], specs: Sequence[LayerSpec], surveyor: _Surveyor, topology: Topology, *, shared: bool
+) -> Iterator[RankShare]:
+    """The shares with the bytes that each rank reads with and without sharing, of which `shared` says what is asked."""
+    for one in shares:
+        at = topology.at(one.rank)
+        if one.rank % topology.stage_ranks == 0:
+            layers = list(stage_layers(specs, surveyor.config, at))
+            common = nbytes_if_shared(reading_order(layers), surveyor.filling, topology=at)
+        both = one.read_nbytes, common[at.tensor_rank] + surveyor.own_expert_nbytes(layers, at)
+        yield replace(one, read_nbytes=both[shared], by_sharing=both)
 
 
 @dataclass(frozen=True)
@@ -59,6 +78,12 @@ class _Surveyor:
             expert_numbers(self.config, topology),
         )  # fmt: skip
 
+    def own_expert_nbytes(self, layers: Sequence[LayerSpec], topology: Topology) -> int:
+        """Bytes read for experts that are on one rank each."""
+        if topology.expert == 1:
+            return 0
+        return sum(self._sums(one, topology)[0] for spec in layers for one in spec.params if one.sharding.experts)
+
     def _sums(self, param: ParamSpec, topology: Topology) -> _Sums:
         of_experts = param.sharding.experts and topology.expert > 1
         key = self._kind(param), topology.expert_rank if of_experts else topology.tensor_rank
@@ -68,35 +93,15 @@ class _Surveyor:
 
     def _kind(self, param: ParamSpec) -> int:
         if param.name not in self.kind_of:
-            traits = self._traits(param)
+            traits = param_traits(param, self.filling)
             self.kind_of[param.name] = self.kinds.setdefault(traits, len(self.kinds))
         return self.kind_of[param.name]
-
-    def _traits(self, param: ParamSpec) -> Hashable:
-        """All that a parameter's items depend on, but for names and places."""
-        sources = self.filling.sources
-        parts = sources.parts.get(param.name, {})
-        coded = sources.coded.get(param.name, {})
-        return (
-            (param.shape, param.sections, param.kind, param.dtype, param.scheme),
-            (param.forms, param.runs, param.sharding),
-            tuple((section, first, _traits_of(info)) for section, (info, first) in parts.items()),
-            tuple((run, leaf, _traits_of(info)) for run, found in coded.items() for leaf, info in found.items()),
-        )
 
     def _measured(self, param: ParamSpec | None) -> _Sums:
         if param is None:
             return 0, 0
         items = items_of(param, "", count(), filling=self.filling)
         return sum(item.read_nbytes for item in items), param.nbytes
-
-
-def _traits_of(info: TensorInfo) -> Hashable:
-    plain = info.shape, info.dtype, info.nbytes
-    if info.is_plain and not info.generated:
-        return plain
-    order = info.encoding, info.rope_heads, info.big_endian, info.strides, info.shift
-    return (*plain, order, info.generated)
 
 
 def expert_numbers(config: ModelConfig, topology: Topology) -> tuple[int, ...]:

@@ -97,8 +97,11 @@ def plan_reads(plan: LoadPlan, *, window_nbytes: int, keep_maps: bool = False) -
     final, final_nbytes = final_layout(plan, without=kept)
     files: dict[WeightFile, int] = {}
     pieces = []
+    last, file = None, 0
     for item, nbytes in sizes:
-        file = files.setdefault(item.tensor.file, len(files))
+        if item.tensor.file is not last:  # a path's hash is slow, and items come in the order of files
+            last = item.tensor.file
+            file = files.setdefault(last, len(files))
         if item.is_received:
             continue
         region = Region.FINAL if item.direct else Region.WINDOW
@@ -106,6 +109,9 @@ def plan_reads(plan: LoadPlan, *, window_nbytes: int, keep_maps: bool = False) -
             region, dest, released = Region.MAPPED, 0, 0
         else:
             dest, released = (_final_dest(item, final), 0) if item.direct else window[item.index]
+        if 0 < nbytes <= PIECE_NBYTES and not item.stride_nbytes:
+            pieces.append(Piece(item.index, file, item.file_offset, nbytes, region, dest, released))
+            continue
         for start, before, size, stride in cut_pieces(nbytes, item.run_nbytes, item.stride_nbytes):
             run = item.run_nbytes if stride else 0
             place, offset = dest + before, item.file_offset + start

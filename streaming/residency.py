@@ -239,7 +239,8 @@ class Residency:
             return True
 
     def on_change(self, callback: Callable[[str, LayerState], None]) -> None:
-        """Call `callback(layer, state)` at every change from now on, in the loader's thread: it must be short."""
+        """Call `callback(layer, state)` at every change from now on, in the loader's thread (on several ranks, also in
+        the one that hears of the others): it must be short."""
         with self._changed:
             self._callbacks.append(callback)
 

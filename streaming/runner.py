@@ -66,6 +66,7 @@ class ModelRunner:
     lead: Lead | None = None
     experts: ExpertLoader | None = None  # where they are loaded apart from their layers
     layers: Sequence[str] = field(init=False)  # of this rank's stage
+    at: str = ""  # the layer that is computed or waited for, or was last
 
     def __post_init__(self) -> None:
         self._first, stop = self.topology.layers_of_stage(len(self.model.layers))
@@ -87,8 +88,8 @@ class ModelRunner:
         return logits
 
     def has_table(self) -> bool:
-        """Whether the embedding table is there."""
-        return self.residency.is_ready(self._table_layer)
+        """Whether the embedding table is there, or has to be waited for since no file has all of its rows."""
+        return not self.rows.available or self.residency.is_ready(self._table_layer)
 
     def run(
         self, batch: Batch, rows: Sequence[int], *, stop: Callable[[], None], packed: bool, table: bool
@@ -112,9 +113,11 @@ class ModelRunner:
             self._await_experts(stop),
         )  # fmt: skip
         self._set_threads()
+        self.at = "embed"
         hidden = self._embed(batch, context, table=table) if self.topology.stage == 0 else self._receive(batch)
         rope = self.model.rope(batch)
         for index, name in enumerate(self.layers, start=self._first):
+            self.at = name
             with self.residency.lease(name, stop=stop) as moment:
                 self.device.order_after(moment)
                 self._set_threads()
@@ -155,6 +158,7 @@ class ModelRunner:
         return found.to(self.device.torch_device)
 
     def _head(self, hidden: torch.Tensor, context: StepContext, stop: Callable[[], None]) -> torch.Tensor:
+        self.at = "head"
         if not self.topology.is_single and not hidden.shape[0]:
             return torch.empty(0, self.model.config.vocab_size, device=self.device.torch_device)
         if self.device.torch_device.type == "cpu":  # the head's rows can be used while its last ones still arrive

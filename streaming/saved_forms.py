@@ -36,13 +36,10 @@ SavedForms = Mapping[str, SavedForm]
 
 
 def forms_of(specs: Iterable[LayerSpec]) -> dict[str, SavedForm]:
-    """What to write of a model. QuantError for a scheme that cannot be read back."""
-    return {
-        param.name: SavedForm(param.scheme, _runs(param))
-        for spec in specs
-        for param in spec.params
-        if param.is_quantized
-    }
+    """What to write of a model, of any rank's parts of whose weights these are. QuantError for a scheme that cannot be
+    read back."""
+    wholes = (param.whole for spec in specs for param in spec.params if param.is_quantized)
+    return {whole.name: SavedForm(whole.scheme, _runs(whole)) for whole in wholes}
 
 
 def _runs(param: ParamSpec) -> tuple[int, ...]:

@@ -4,11 +4,12 @@
     model-rank-00000-part-00000.safetensors     the stored tensors of one rank, under the names of the parameters
     config.json, tokenizer and generation files the model's own
 
-A rank reads its own file only. The manifest says how each weight is kept (its scheme, and what the checkpoint itself
-had joined), whether that was quantized while loading or came quantized; and the scales that the checkpoint held for an
-fp8 KV cache. The stored form depends on the schemes, the dtype and the topology (how many ranks share the model, by
-tensor and by expert), so a run that asks for others is refused: nothing is quantized twice. It is the form before a
-device's post-processing, whatever device it was saved with, so nothing is processed twice either.
+A rank reads its own file only. The manifest says how each whole weight is kept (its scheme, and what the checkpoint
+itself had joined), whether that was quantized while loading or came quantized; and the scales that the checkpoint held
+for an fp8 KV cache. What a rank has of a weight follows from that and the mesh. The stored form depends on the schemes,
+the dtype and the mesh (how the ranks share the model, and which experts are where), so a run that asks for others is
+refused: nothing is quantized twice. It is the form before a device's post-processing, whatever device it was saved
+with, so nothing is processed twice either.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from layers.errors import ShardError
+from layers.topology import Topology
 from layers.weights import LayerSpec
 from quant.dtypes import DType
 from quant.errors import QuantError
@@ -38,26 +41,14 @@ from streaming.checkpoint.safetensors import read_safetensors_header
 from streaming.checkpoint.tensors import Checkpoint, TensorInfo
 from streaming.errors import CheckpointError, CheckpointFormatError, OptionError
 from streaming.kv_scales import KVScales, is_scale
-from streaming.options import DTYPES, LoadOptions
+from streaming.options import DTYPES, MOST_RANKS, LoadOptions
 from streaming.saved_forms import SavedForms, SavedPolicy, as_saved, parse_forms
 
 FORMAT = "sharded_state"
 MANIFEST = SHARDED[0]
 GGUF_METADATA = "gguf_metadata.json"  # the tokenizer and chat template of a model that was one GGUF file
-VERSION = 2  # 1 said one scheme for all weights
+VERSION = 3  # 2 said nothing of stages and of where experts are, and was written for one rank only
 _PART = re.compile(r"model-rank-(?P<rank>\d{5})-part-\d{5}\.safetensors")
-
-
-@dataclass(frozen=True)
-class Topology:
-    """How many ranks share a model, and which one this is."""
-
-    tensor_parallel_size: int = 1
-    expert_parallel_size: int = 1
-    rank: int = 0
-
-    def __str__(self) -> str:
-        return f"tensor parallel size {self.tensor_parallel_size} and expert parallel size {self.expert_parallel_size}"
 
 
 @dataclass(frozen=True)
@@ -72,11 +63,15 @@ class ShardFile:
 @dataclass(frozen=True)
 class Manifest:
     """What firstlayer_shards.json says. `quantization` was asked for when it was saved; `weights` says what is so, for
-    each weight that is not wide. `tied`: embedding and head are one matrix. `source`: a digest of what it was made
-    from, to know the same again. `kv_scales`: of keys and of values, for each layer, or what is wrong with them."""
+    each whole weight that is not wide. `tied`: embedding and head are one matrix. `source`: a digest of what it was
+    made from, to know the same again. `kv_scales`: of keys and of values, for each layer, or what is wrong with them.
+    """
 
     tensor_parallel_size: int
     expert_parallel_size: int
+    pipeline_parallel_size: int
+    expert_placement: str
+    expert_map: tuple[tuple[int, ...], ...] | None
     quantization: str
     quantize_head: bool
     dtype: str
@@ -85,6 +80,14 @@ class Manifest:
     files: tuple[ShardFile, ...]
     weights: SavedForms
     kv_scales: KVScales | str | None = None
+
+    @property
+    def topology(self) -> Topology:
+        """The mesh, seen from rank 0."""
+        return Topology(
+            tensor=self.tensor_parallel_size, expert=self.expert_parallel_size, pipeline=self.pipeline_parallel_size,
+            placement=self.expert_placement, expert_map=self.expert_map,
+        )  # fmt: skip
 
     @property
     def schemes(self) -> str:
@@ -119,18 +122,27 @@ def is_sharded(listing: Listing) -> bool:
 
 
 def open_sharded(root: Path) -> Checkpoint:
-    """The checkpoint in such a folder. Raises CheckpointError with all problems of its files, and for a topology that
-    is not this run's, with both."""
+    """What all ranks have in common of the checkpoint in such a folder; `rank_checkpoint` adds a rank's tensors. Raises
+    CheckpointError."""
     if not root.is_dir():
         raise CheckpointError(f"{root}: is not a folder that save-shards wrote")
     if not is_sharded(list_folder(root)):
         raise CheckpointError(f"{root}: no {MANIFEST}; such folders are written by firstlayer save-shards")
     manifest = read_manifest(root)
-    _check_topology(root, manifest, Topology())
     report = Report(root)
     config = read_member_object(root / CONFIG, report)
     metadata = read_member_object(root / GGUF_METADATA, report) if (root / GGUF_METADATA).exists() else {}
-    files = [file for file in manifest.files if int(_rank(file.name)) == Topology().rank]
+    report.raise_if_any()
+    return Checkpoint(root, FORMAT, {}, (), config, metadata, saved=manifest.as_dict())
+
+
+def rank_checkpoint(checkpoint: Checkpoint, topology: Topology) -> Checkpoint:
+    """The checkpoint with the tensors of one rank, whose files alone are opened. Raises CheckpointError with all
+    problems of those, and for a mesh that is not this run's, with both."""
+    root, report = checkpoint.root, Report(checkpoint.root)
+    manifest = read_manifest(root)
+    _check_topology(root, manifest, topology)
+    files = [file for file in manifest.files if _rank(file.name) == topology.rank]
     paths = tuple(root / file.name for file in files)
     states = states_before(paths)
     tensors: dict[str, TensorInfo] = {}
@@ -140,13 +152,31 @@ def open_sharded(root: Path) -> Checkpoint:
                 report.add(f"tensor {name!r} is in {tensors[name].file} and in {info.file}", broken=True)
             tensors[name] = info
     report.raise_if_any()
-    return Checkpoint(root, FORMAT, tensors, paths, config, metadata, saved=manifest.as_dict(), states=states)
+    return replace(checkpoint, tensors=tensors, files=paths, states=states, saved=manifest.as_dict())
+
+
+def mesh_of(topology: Topology) -> Topology:
+    """What a folder holds of a topology: no rank, and of experts nothing where they are cut like dense layers."""
+    if topology.expert == 1:
+        topology = replace(topology, placement="linear", expert_map=None)
+    return topology.at(0)
 
 
 def _check_topology(root: Path, manifest: Manifest, here: Topology) -> None:
-    saved = Topology(manifest.tensor_parallel_size, manifest.expert_parallel_size)
-    if str(saved) != str(here):
-        raise CheckpointError(f"{root}: was saved for {saved}; this run has {here}: save it again for these")
+    saved, mesh = manifest.topology, mesh_of(here)
+    if saved == mesh:
+        return
+    experts = str(saved) == str(mesh)  # the sizes are the same: it is where experts are
+    raise CheckpointError(
+        f"{root}: was saved for {_mesh_words(saved, experts=experts)}; this run has "
+        f"{_mesh_words(mesh, experts=experts)}: save it again for these"
+    )
+
+
+def _mesh_words(mesh: Topology, *, experts: bool) -> str:
+    if not experts:
+        return str(mesh)
+    return f"expert placement {mesh.placement}" if mesh.expert_map is None else f"expert map {mesh.expert_map!r:.200}"
 
 
 def _read_part(root: Path, file: ShardFile, report: Report) -> Mapping[str, TensorInfo]:
@@ -166,10 +196,12 @@ def read_manifest(root: Path) -> Manifest:
     """The manifest of a folder. Raises CheckpointFormatError that names what is wrong in it."""
     path = root / MANIFEST
     found = read_json_object(path, strict=True)
-    if found.get("version") != VERSION:
+    if found.get("version") not in (2, VERSION):
         raise CheckpointFormatError(
-            f"{path}: is of version {found.get('version')!r:.60}; this program reads {VERSION}: save it again"
+            f"{path}: is of version {found.get('version')!r:.60}; this program reads 2 and {VERSION}: save it again"
         )
+    if found["version"] == 2:
+        found = {**found, "pipeline_parallel_size": 1, "expert_placement": "linear", "expert_map": None}
     fields = {name: found.get(name) for name in Manifest.__dataclass_fields__}
     for name, kind in _KINDS.items():
         if type(fields[name]) is not kind:
@@ -183,16 +215,49 @@ def read_manifest(root: Path) -> Manifest:
     except QuantError as error:
         raise CheckpointFormatError(f"{path}: {error}") from None
     fields["kv_scales"] = _kv_scales(path, found.get("kv_scales"))
+    fields["expert_map"] = _expert_map(path, found.get("expert_map"))
     if found["dtype"] not in {dtype.torch_name for dtype in DType if dtype.is_wide}:
         raise CheckpointFormatError(f"{path}: dtype {found['dtype']!r} is none that weights are kept in")
     fields["files"] = tuple(_shard_file(path, entry) for entry in found["files"])
-    return Manifest(**fields)  # type: ignore[arg-type]
+    manifest = Manifest(**fields)  # type: ignore[arg-type]
+    _check_ranks(path, manifest)
+    return manifest
 
 
+_SIZES = ("tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size")
 _KINDS = {
-    "tensor_parallel_size": int, "expert_parallel_size": int, "quantization": str, "quantize_head": bool,
+    **dict.fromkeys(_SIZES, int), "expert_placement": str, "quantization": str, "quantize_head": bool,
     "dtype": str, "tied": bool, "source": str, "files": list, "weights": dict,
 }  # fmt: skip
+
+
+def _check_ranks(path: Path, manifest: Manifest) -> None:
+    """Sizes that make a mesh, and a file for each of its ranks."""
+    for name in _SIZES:
+        if getattr(manifest, name) > MOST_RANKS:
+            raise CheckpointFormatError(f"{path}: {name} is {getattr(manifest, name)}, more than {MOST_RANKS}")
+    try:
+        world = manifest.topology.world
+    except ShardError as error:
+        raise CheckpointFormatError(f"{path}: {error}") from None
+    ranks = {_rank(file.name) for file in manifest.files}
+    if max(ranks, default=0) >= world:
+        raise CheckpointFormatError(f"{path}: files names one of rank {max(ranks)}, but there are {world} ranks")
+    if len(ranks) < world:
+        missing = next(rank for rank in range(world) if rank not in ranks)
+        raise CheckpointFormatError(f"{path}: files names none of rank {missing}, of {world} ranks")
+
+
+def _expert_map(path: Path, found: object) -> tuple[tuple[int, ...], ...] | None:
+    if found is None:
+        return None
+    if isinstance(found, list) and all(_are_numbers(experts) for experts in found):
+        return tuple(tuple(experts) for experts in found)
+    raise CheckpointFormatError(f"{path}: expert_map is {found!r:.60}, not a list of expert numbers for each rank")
+
+
+def _are_numbers(found: object) -> bool:
+    return isinstance(found, list) and all(type(number) is int for number in found)
 
 
 def _kv_scales(path: Path, found: object) -> KVScales | str | None:
@@ -218,10 +283,10 @@ def _shard_file(path: Path, entry: object) -> ShardFile:
     raise CheckpointFormatError(f"{path}: files has an entry that is none: {entry!r:.80}")
 
 
-def _rank(name: str) -> str:
+def _rank(name: str) -> int:
     found = _PART.fullmatch(name)
     assert found is not None  # checked when the manifest was read
-    return found["rank"]
+    return int(found["rank"])
 
 
 # --- options

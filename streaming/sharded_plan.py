@@ -24,15 +24,20 @@ def make_stored_plan(
 ) -> LoadPlan:
     """Every stored tensor of every parameter, in reading order; `direct`: the device can be read into (the CPU).
 
-    Raises CheckpointError with all tensors that are missing, of another shape or dtype, or too many.
+    `specs`: of one rank. Where its files hold only its own rows of the embedding table, no rows can be fetched on their
+    own: then the table is read first. Raises CheckpointError with all tensors that are missing, of another shape or
+    dtype, or too many.
     """
     wanted = {full: spec for layer in specs for param in layer.params for full, spec in stored_names(param).items()}
     missing = [f"{name} is missing" for name in wanted if name not in checkpoint.tensors]
     wrong = list(_mismatches(wanted, checkpoint.tensors))
     if missing or wrong:
         raise checkpoint_error(checkpoint, (*missing, *wrong), missing=not wrong)
-    layers = lay_out(specs, partial(_items_of, tensors=checkpoint.tensors, direct=direct, item_nbytes=item_nbytes))
-    return LoadPlan(layers, checkpoint.tensors[EMBED_WEIGHT], {})
+    table = next((param for layer in specs for param in layer.params if param.name == EMBED_WEIGHT), None)
+    whole = table is not None and table.cut is None
+    items_of = partial(_items_of, tensors=checkpoint.tensors, direct=direct, item_nbytes=item_nbytes)
+    layers = lay_out(specs, items_of, table_first=not whole)
+    return LoadPlan(layers, checkpoint.tensors[EMBED_WEIGHT] if whole else None, {}, specs=tuple(specs))
 
 
 def stored_names(param: ParamSpec) -> dict[str, StoredSpec]:

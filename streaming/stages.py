@@ -15,6 +15,7 @@ from quant.int4_codec import check_order
 from quant.scheme import StoredSpec
 from quant.sections import cut_rows
 from streaming.checkpoint.decode import decode_into
+from streaming.errors import OptionError
 from streaming.plan import LoadItem
 
 
@@ -100,7 +101,7 @@ def arrival(item: LoadItem) -> dict[str, StoredSpec]:
 
 def place_of_rows(item: LoadItem, stored: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     """Where an item that is decoded and not quantized can be written at once, in the shape and dtype of its numbers."""
-    if is_quantized(item) or not needs_decoding(item) or item.picked or item.columns:
+    if is_quantized(item) or not needs_decoding(item) or item.picked or item.columns or item.held:
         return None
     if not item.leaf:
         (view,) = item_views(item, stored).values()
@@ -120,8 +121,12 @@ def share(item: LoadItem, raw: torch.Tensor, *, group: Group) -> torch.Tensor:
     is held up by no earlier one, and has, or will get, its bytes, since reading waits for window room alone, which
     earlier items give back as they are quantized. To be quantized they may need the maxima of other ranks, where the
     same item has been shared as well. Maxima go over a group of their own, from the next stage: the two never meet.
+
+    Raises OptionError in a load of one rank, which nobody shares with.
     """
     if item.shared is not None:
+        if item.shared.ranks[-1] >= group.size:
+            raise OptionError(f"--read-sharing shared: {item.tensor.name} is shared with ranks that are not there")
         group.broadcast(raw, root=item.shared.owner, ranks=item.shared.ranks)
     return raw
 
@@ -141,7 +146,7 @@ def _own(item: LoadItem, numbers: torch.Tensor) -> torch.Tensor:
     if item.columns is None or item.scales_of_all:
         return numbers
     if item.leaf:
-        return numbers.view(torch.uint8)[:, slice(*item.columns)]
+        return numbers.flatten(1).view(torch.uint8)[:, slice(*item.columns)]
     return numbers[:, slice(*item.columns)]
 
 

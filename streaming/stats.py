@@ -26,13 +26,14 @@ class Summary:
     """Seconds count from the start of the process unless said otherwise; None where it did not come to that.
 
     `from_load_s`: to the first token, from the moment imports were done (or from the call, where they were before).
-    `bytes_read`: of weights, once the load is over just what the plan says; `bytes_rows`: of embedding rows, fetched
-    ahead of their table. `bytes_before_first_token`: of both, up to the first token of the run. `peak_rss_bytes`: the
-    peak over all processes, shared memory once. `stalls`: seconds the forward pass waited, by the stage in which the
-    missing layer was. `stages`: seconds of work by name: import, shell (the modules), read, slice, quantize, post-
-    process (for a device, and packed copies), publish, forward; work at the same time counts for each. `quantize_s`: of
-    the quantizing alone. `load_format`: what the files are; "dummy" where there are none. `read_strategy`: how they
-    were read, and why so.
+    `bytes_read`: of weights, once the load is over just what the plan says; `bytes_received`: of those that another
+    rank has read for this one; `bytes_rows`: of embedding rows, fetched ahead of their table.
+    `bytes_before_first_token`: of both, up to the first token of the run. `peak_rss_bytes`: the peak over all
+    processes, shared memory once. `stalls`: seconds the forward pass waited, by the stage in which the missing layer
+    was. `stages`: seconds of work by name: import, shell (the modules), read, slice, quantize, post-process (for a
+    device, and packed copies), publish, forward; work at the same time counts for each. `quantize_s`: of the quantizing
+    alone. `load_format`: what the files are; "dummy" where there are none. `read_strategy`: how they were read, and why
+    so.
     """
 
     ttft_s: float | None = None
@@ -46,6 +47,7 @@ class Summary:
     decode_tok_s: float | None = None
     tokens_per_s: float | None = None
     bytes_read: int = 0
+    bytes_received: int = 0
     bytes_rows: int = 0
     bytes_before_first_token: int | None = None
     bytes_kept: int = 0

@@ -83,7 +83,7 @@ def _float8_of(item: LoadItem) -> DType | None:
     """The floats of 8 bits that an item holds; some writers call a byte of E8M0 U8."""
     dtype = item.tensor.dtype
     if dtype is DType.U8 and item.leaf and item.fills:
-        dtype = item.form.kept.storage((1,), item.param.shape[1], wide=item.param.dtype)[item.fills].dtype
+        dtype = item.form.kept.storage((1,), item.param.whole.shape[1], wide=item.param.dtype)[item.fills].dtype
     return dtype if dtype in (DType.F8_E4M3, DType.F8_E8M0) else None
 
 

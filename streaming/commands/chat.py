@@ -33,6 +33,7 @@ def run(options: argparse.Namespace) -> int:
     progress = make_progress(options, prepared)
     messages = [{"role": "system", "content": options.system}] if options.system else []
     with LLM.start(prepared, clock=clock, hooks=progress_hooks(progress), leave=cli.leaver(options)) as llm:
+        progress.show_ranks(llm.rank_progress)
         progress.close()  # the prompt takes its place: both would write where the cursor stands
         if not llm.has_tokenizer:
             _ = llm.tokenizer  # says so, before anybody types

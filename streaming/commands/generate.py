@@ -44,6 +44,7 @@ def run(options: argparse.Namespace) -> int:
     prepared = prepare(options.model, cli.load_options(options))
     progress = make_progress(options, prepared)
     with LLM.start(prepared, clock=clock, hooks=progress_hooks(progress), leave=cli.leaver(options)) as llm:
+        progress.show_ranks(llm.rank_progress)
         asked = [llm.chat_prompt([{"role": "user", "content": str(p)}]) for p in prompts] if options.chat else prompts
         try:
             _print_pieces(llm, asked, options, progress, params)

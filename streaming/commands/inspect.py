@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from streaming import cli
 from streaming.errors import OptionError
-from streaming.item_words import feeds, part_words, place_words, source_words
-from streaming.plan import LayerPlan, LoadItem
+from streaming.item_words import Feed, feeds, part_words, place_words, slice_words, source_words
+from streaming.plan import LayerPlan
 from streaming.prepare import Prepared, prepare
 from streaming.sizes import format_size
 
@@ -23,6 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--files", action="store_true", help="what each file holds, whatever the architecture")
     parser.add_argument("--part", choices=PARTS, default="language", metavar="PART",
         help="of a multimodal model: language (the default) or encoder, which is listed and not run here")  # fmt: skip
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="of several ranks, the one to show (0)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -37,21 +38,32 @@ def run(options: argparse.Namespace) -> int:
         if options.layer is not None:
             raise OptionError(f"--layer {options.layer} goes with the listing by layer, not with --files")
         return list_files(options)
-    prepared = prepare(options.model, cli.load_options(options))
+    load = cli.load_options(options)
+    _check_rank(options.rank, load.topology().world)
+    prepared = prepare(options.model, load, rank=options.rank)
     layers = chosen_layers(prepared, options.layer)
     if options.json:
         found = {
+            "rank": prepared.topology.rank, "ranks": prepared.topology.world,
             "layers": [_layer_dict(layer) for layer in layers], "dropped": dict(prepared.plan.dropped),
             "bytes_unused": dict(prepared.plan.unused),
         }  # fmt: skip
         sys.stdout.write(json.dumps(found) + "\n")
     else:
+        if not prepared.topology.is_single:
+            cli.write_lines([f"rank {prepared.topology.rank} of {prepared.topology.world} ({prepared.topology})"])
         cli.write_lines(line for layer in layers for line in _layer_lines(layer))
         dropped = prepared.plan.dropped if options.layer is None else {}
         cli.write_lines(f"not used: {name} ({reason})" for name, reason in dropped.items())
     for warning in prepared.warnings:
         cli.warn(warning)
     return 0
+
+
+def _check_rank(rank: int, world: int) -> None:
+    if not 0 <= rank < world:
+        last = "which is all there is" if world == 1 else f"to {world - 1} are the ranks that the options ask for"
+        raise OptionError(f"--rank {rank}: 0 {last}")
 
 
 def chosen_layers(prepared: Prepared, name: str | None) -> list[LayerPlan]:
@@ -71,20 +83,23 @@ def _layer_lines(layer: LayerPlan) -> Iterator[str]:
     for param in layer.spec.params:
         stored = ", ".join(f"{name} {spec.dtype.value} {list(spec.shape)}" for name, spec in param.storage().items())
         yield f"  {param.name} [{param.scheme.name}] {stored}"
-        for item in feeds(layer, param.name):
-            yield f"    <- {_feed(item)}"
+        for feed in feeds(layer, param.name):
+            yield f"    <- {_feed(feed)}"
 
 
-def _feed(item: LoadItem) -> str:
-    return f"{source_words(item)}{_part(item)} ({place_words(item)})"
+def _feed(feed: Feed) -> str:
+    return f"{source_words(feed.item)}{_part(feed)} ({place_words(feed.item)})"
 
 
-def _part(item: LoadItem) -> str:
+def _part(feed: Feed) -> str:
+    """What of the tensor is taken, where that is not all for the whole parameter."""
+    item = feed.item
     if item.stored is not None:
         return f" as stored {item.stored}"
-    rows = sum(item.param.section_rows[item.section : item.section + item.sections])
     part = part_words(item)
-    return f" rows {item.rows[0]} to {item.rows[0] + rows} as part {part}" if part else ""
+    if not (part or item.param.cut):
+        return ""
+    return f" {slice_words(item, feed.rows)}{f' as part {part}' if part else ''}"
 
 
 def _layer_dict(layer: LayerPlan) -> dict[str, object]:
@@ -95,7 +110,7 @@ def _layer_dict(layer: LayerPlan) -> dict[str, object]:
                 "name": param.name, "scheme": param.scheme.name,
                 "stored": {n: {"shape": list(s.shape), "dtype": s.dtype.value} for n, s in param.storage().items()},
                 "shape": list(param.shape), "parts": {s.name: s.rows for s in param.sections if s.name},
-                "from": [_feed(item) for item in feeds(layer, param.name)],
+                "from": [_feed(feed) for feed in feeds(layer, param.name)],
             }
             for param in layer.spec.params
         ],

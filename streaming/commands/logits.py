@@ -28,6 +28,7 @@ def run(options: argparse.Namespace) -> int:
     prepared = prepare(options.model, cli.load_options(options))
     progress = make_progress(options, prepared)
     with LLM.start(prepared, hooks=progress_hooks(progress), leave=cli.leaver(options)) as llm:
+        progress.show_ranks(llm.rank_progress)
         try:
             logits = llm.logits(ids)
             llm.wait_loaded()

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from streaming import cli
+from streaming.options import READ_SHARING
 from streaming.plan import LayerPlan
 from streaming.prepare import Prepared, prepare
 from streaming.rank_shares import RankShare, expert_numbers
@@ -72,12 +73,15 @@ def plan_dict(prepared: Prepared, rates: list[int], ranks: Sequence[RankShare]) 
             {"rank": one.rank, "bytes_read": one.read_nbytes, "bytes_kept": one.kept_nbytes, "experts": one.experts}
             for one in ranks
         ],
+        "bytes_read_by_sharing": {
+            way: [one.by_sharing[at] for one in ranks if one.by_sharing] for at, way in enumerate(READ_SHARING)
+        },
         "read_strategy": prepared.reading.strategy,
         "read_strategy_reason": prepared.reading.reason,
         "dropped": dict(plan.dropped),
         "bytes_unused": dict(plan.unused),
         "warnings": list(prepared.warnings),
-        "estimate_s": {str(rate): round(plan.read_nbytes / rate, 3) for rate in rates},
+        "estimate_s": {str(rate): round(plan.soonest_nbytes / rate, 3) for rate in rates},
     }  # fmt: skip
 
 
@@ -98,10 +102,12 @@ def _cache_words(prepared: Prepared) -> str:
 def plan_lines(prepared: Prepared, rates: list[int], ranks: Sequence[RankShare]) -> list[str]:
     """The plan for people."""
     plan, budget = prepared.plan, prepared.budget
-    head = f"{'layer':<12} {'items':>6} {'read':>12} {'kept':>12}  files"
-    rows = [_layer_line(layer) for layer in plan.all_layers]
+    width = max(12, *(len(layer.name) for layer in plan.all_layers))
+    head = f"{'layer':<{width}} {'items':>6} {'read':>12} {'kept':>12}  files"
+    rows = [_layer_line(layer, width=width) for layer in plan.all_layers]
     total = (
-        f"{'total':<12} {len(plan.all_items):>6} {format_size(plan.read_nbytes):>12} {format_size(plan.kept_nbytes):>12}"
+        f"{'total':<{width}} {len(plan.all_items):>6} "
+        f"{format_size(plan.read_nbytes):>12} {format_size(plan.kept_nbytes):>12}"
     )
     peak = (
         f"peak {format_size(budget.peak_nbytes)}: weights {format_size(budget.kept_nbytes)}, window "
@@ -111,7 +117,7 @@ def plan_lines(prepared: Prepared, rates: list[int], ranks: Sequence[RankShare])
         f"{f', held by the reader {format_size(budget.file_nbytes)}' if budget.file_nbytes else ''}; limit "
         f"{format_size(budget.limit_nbytes) if budget.limit_nbytes else 'none'}"
     )
-    times = ", ".join(f"{plan.read_nbytes / rate:.2f} s at {format_size(rate)}/s" for rate in rates)
+    times = ", ".join(f"{plan.soonest_nbytes / rate:.2f} s at {format_size(rate)}/s" for rate in rates)
     config = prepared.config
     title = (
         f"{prepared.checkpoint.name}: {config.model_type}, {config.num_layers} layers, {prepared.dtype.torch_name}, "
@@ -119,12 +125,42 @@ def plan_lines(prepared: Prepared, rates: list[int], ranks: Sequence[RankShare])
     )
     reading = f"read with {prepared.reading.strategy}: {prepared.reading.reason}"
     unused = (f"not used, {format_size(nbytes)}: {reason}" for reason, nbytes in plan.unused.items())
-    soonest = f"first token not before {times} (bytes read over bandwidth)"
-    return [title, head, *rows, total, *unused, peak, reading, soonest]
+    soonest = f"first token not before {times} (bytes read over bandwidth{', without experts' if plan.experts else ''})"
+    return [title, *_mesh_lines(prepared), head, *rows, total, *unused, peak, reading, soonest, *_rank_lines(ranks)]
 
 
-def _layer_line(layer: LayerPlan) -> str:
+def _mesh_lines(prepared: Prepared) -> Iterator[str]:
+    """Which rank the table is of, where there are several."""
+    if not prepared.topology.is_single:
+        yield f"{prepared.topology}: {prepared.topology.world} ranks, of which this is rank {prepared.topology.rank}"
+
+
+def _rank_lines(ranks: Sequence[RankShare]) -> Iterator[str]:
+    """A line for each rank, where there are several."""
+    if len(ranks) == 1:
+        return
+    ways = ranks[0].by_sharing is not None
+    other = f"{'apart':>12} {'shared':>12} " if ways else ""  # bytes read with --read-sharing none, and shared
+    yield f"{'rank':<12} {'':>6} {'read':>12} {other}{'kept':>12}  experts of each sparse layer"
+    for one in ranks:
+        both = "".join(f"{format_size(nbytes):>12} " for nbytes in one.by_sharing or ())
+        sizes = f"{format_size(one.read_nbytes):>12} {both}{format_size(one.kept_nbytes):>12}"
+        yield f"{one.rank:<12} {'':>6} {sizes}  {_number_words(one.experts)}".rstrip()
+
+
+def _number_words(numbers: Sequence[int]) -> str:
+    """Numbers, runs of them as first-last: "0-3, 7"."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], number
+        else:
+            runs.append((number, number))
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _layer_line(layer: LayerPlan, *, width: int) -> str:
     names = sorted({item.tensor.file.name for item in layer.items})
     files = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
     sizes = f"{format_size(layer.read_nbytes):>12} {format_size(layer.kept_nbytes):>12}"
-    return f"{layer.name:<12} {len(layer.items):>6} {sizes}  {files}"
+    return f"{layer.name:<{width}} {len(layer.items):>6} {sizes}  {files}"

@@ -66,6 +66,11 @@ class HubChannel(Protocol):
         """Where each follower was, by rank; those that have said nothing yet are left out."""
         ...
 
+    def name_step(self, layer: Callable[[], str]) -> None:
+        """`layer()` is the one that all ranks compute now, as far as rank 0 knows: where a follower is that has loaded
+        all and says no more of where it is."""
+        ...
+
     def send(self, rank: int, message: Message) -> None:
         """To one follower; kept for it while it has not joined yet. Raises `failure` once there is one."""
         ...
@@ -121,7 +126,8 @@ class SpokeChannel(Protocol):
 
     @property
     def closing(self) -> threading.Event:
-        """Set when rank 0 has said `close`: finish and return. Handlers of the kind "close" are called behind it."""
+        """Set when rank 0 has said `close`: finish and return within a second, or the process is ended, with status 0.
+        Handlers of the kind "close" are called behind it."""
         ...
 
     def send(self, message: Message) -> None:

@@ -11,7 +11,7 @@ from streaming.errors import OptionError
 from streaming.ranks.torchrun import check_world, launched_by
 
 STREAMED = ("generate", "chat", "logits", "bench")  # commands that run a model on all ranks
-PLANNED = ("plan",)  # and those that show what each rank would do, from one process
+PLANNED = ("plan", "inspect", "save-shards")  # and those that do what is to be done for each rank in one process
 
 
 def follower_status(options: argparse.Namespace, *, environ: Mapping[str, str] = os.environ) -> int | None:

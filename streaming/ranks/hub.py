@@ -70,6 +70,7 @@ class Hub:
         self._listener, self._token = listener, token
         self._seats = {rank: _Seat() for rank in range(1, world)}
         self._handlers = Handlers()
+        self._step: Callable[[], str] = str
         self._lock = threading.Lock()  # of the fields from here to the blank line
         self._failure: RankError | None = None
         self._failure_callbacks: list[Callable[[RankError], None]] = []
@@ -106,6 +107,10 @@ class Hub:
         self._seats[rank].process = process
 
     # --- messages
+
+    def name_step(self, layer: Callable[[], str]) -> None:
+        """See HubChannel."""
+        self._step = layer
 
     def send(self, rank: int, message: Message) -> None:
         """See HubChannel."""
@@ -250,7 +255,8 @@ class Hub:
 
     def _at(self, rank: int, words: str) -> RankError:
         at = self._seats[rank].progress or Progress()
-        return RankError(rank, words, layer=at.layer, stage=at.stage, tensor=at.tensor)
+        layer = at.layer or (self._step() if at.stage == "forward" else "")
+        return RankError(rank, words, layer=layer, stage=at.stage, tensor=at.tensor)
 
     def _last_words(self, rank: int) -> str:
         """How it ended, as far as can be known here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -19,8 +20,8 @@ from streaming.distributed import ProcessGroups, Store, join_groups
 from streaming.errors import RankError, StreamClosedError, WorkerError
 from streaming.forward_thread import RequestCancelled
 from streaming.ranks.agreement import Agreement
-from streaming.ranks.channel import HubChannel, Message, beat_s
-from streaming.ranks.report import REPORT, RankReport
+from streaming.ranks.channel import HubChannel, Message, Progress, beat_s
+from streaming.ranks.report import REPORT, WARNING, RankReport
 from streaming.ranks.steps import PACK, NewCache, Step, own_tokens, part_of
 from streaming.residency import Residency
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from streaming.runner import ModelRunner
 
 HERE, GROUPS, STUCK = "here", "groups", "stuck"  # kinds of messages
+_OF_STEPS = ("a sum", "a gather", "an exchange", "sending", "receiving")  # what other collectives are is loading
 _HINDSIGHT_S = 2.0  # from the first broken collective to the verdict: who else waits, and who has died, is known then
 
 
@@ -45,6 +47,8 @@ class Lead:
         self._joined = threading.Event()
         self._stuck: dict[int, Message] = {}  # ranks whose collective broke
         self._stuck_s: float | None = None  # since when
+        self._runner: ModelRunner | None = None
+        self._own_error: BaseException | None = None  # of this rank's load
         self._broken: BaseException | None = None  # what ended a step halfway
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="firstlayer-lead", daemon=True)
@@ -66,9 +70,9 @@ class Lead:
         self._joined.wait()
         if self.hub.failure is not None:
             raise self.hub.failure
-        store = Store.serve(self._host, world=self.topology.world)
-        self.hub.broadcast({"kind": GROUPS, "host": store.host, "port": store.port})
         timeout_s = self.hub.rank_timeout_s
+        store = Store.serve(self._host, world=self.topology.world, timeout_s=timeout_s)
+        self.hub.broadcast({"kind": GROUPS, "host": store.host, "port": store.port})
         return join_groups(store, self.topology, device=device, timeout_s=timeout_s, blame=self.blame)
 
     def _note_here(self, rank: int) -> None:
@@ -80,12 +84,19 @@ class Lead:
         """Layers become ready in this table when all ranks have them; `fail(error)` is called once if a rank fails."""
         self._agreement.bind(residency)
         self.hub.on_failure(fail)
+        if self.topology.pipeline == 1:  # else each stage is at a layer of its own
+            self.hub.name_step(self._at)
+
+    def show_warnings(self, warn: Callable[[str], None]) -> None:
+        """What the others have to warn of is told here, with their rank."""
+        self.hub.on(WARNING, lambda rank, message: warn(f"rank {rank}: {message['text']}"))
 
     # --- loading
 
     def publish(self, layer: str) -> None:
-        """This rank has the layer."""
-        self._agreement.publish(layer)
+        """This rank has the layer. Where the run has ended meanwhile, who waits for the layer has been told."""
+        with contextlib.suppress(RankError, StreamClosedError):
+            self._agreement.publish(layer)
 
     def loaded(self, report: RankReport) -> None:
         """This rank has all its layers."""
@@ -100,6 +111,7 @@ class Lead:
 
     def load_failed(self, error: BaseException) -> None:
         """This rank cannot go on: the others end with its error."""
+        self._own_error = error
         self.hub.abort(error)
 
     # --- steps
@@ -118,6 +130,7 @@ class Lead:
         self, runner: ModelRunner, batch: Batch, rows: Sequence[int], *, stop: Callable[[], None], packed: bool
     ) -> torch.Tensor:
         """As ModelRunner.forward, on all ranks. A step that has begun is not cancelled, since the others compute it."""
+        self._runner = runner
         stop()
         if self._broken is not None:
             raise self._broken
@@ -171,11 +184,14 @@ class Lead:
 
     # --- what goes wrong
 
-    def blame(self, words: str, ranks: tuple[int, ...], error: Exception) -> Exception:
+    def blame(self, words: str, ranks: tuple[int, ...], error: Exception) -> BaseException:
         """The error of a collective that broke on this rank: that of the rank at fault, once it is known."""
-        self._note_stuck(0, {"words": words, "ranks": ranks, "message": str(error)})
+        self._note_stuck(0, {"words": words, "ranks": ranks, "message": str(error), "layer": self._at()})
         failure = self.hub.wait_failure(_HINDSIGHT_S + 10 * beat_s(self.hub.rank_timeout_s))
-        return failure or StreamClosedError(f"{words} failed: {error}")
+        return self._own_error or failure or StreamClosedError(f"{words} failed: {error}")
+
+    def _at(self) -> str:
+        return "" if self._runner is None else self._runner.at
 
     def _note_stuck(self, rank: int, message: Message) -> None:
         self._stuck.setdefault(rank, message)
@@ -189,18 +205,20 @@ class Lead:
                 return
 
     def _verdict(self) -> RankError | None:
-        """Who keeps others waiting in a step: a rank that they wait for and that does not wait itself."""
+        """Who keeps others waiting: a rank that they wait for and that does not wait itself."""
         if self._stuck_s is None or time.monotonic() - self._stuck_s < _HINDSIGHT_S:
             return None
         stuck = dict(self._stuck)
-        awaited = {int(rank) for message in stuck.values() for rank in message["ranks"]} - stuck.keys()
+        first, message = min(stuck.items())
+        awaited = {int(rank) for said in stuck.values() for rank in said["ranks"]} - stuck.keys()
+        rank = min(awaited, default=first)
+        where = Progress(message["layer"], "forward")
+        if not message["words"].startswith(_OF_STEPS):
+            where = self.hub.progress.get(rank, Progress())
+        words = f"{message['words']} failed: {message['message']}"
         if awaited:
-            rank = min(awaited)
-            at = self.hub.progress.get(rank)
-            where = {} if at is None else {"layer": at.layer, "stage": at.stage, "tensor": at.tensor}
-            return RankError(rank, "keeps the others waiting in a step", **where)
-        rank, message = min(stuck.items())
-        return RankError(rank, f"{message['words']} failed: {message['message']}")
+            words = f"keeps the others waiting in {message['words']} (--rank-timeout {self.hub.rank_timeout_s:g})"
+        return RankError(rank, words, layer=where.layer, stage=where.stage, tensor=where.tensor)
 
     def close(self) -> None:
         """End the watch; the hub is its owner's to close."""

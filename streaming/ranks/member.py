@@ -37,7 +37,9 @@ class Member:
     topology: Topology
     _work: queue.SimpleQueue[Message | None] = field(default_factory=queue.SimpleQueue)
     _outcome: queue.SimpleQueue[BaseException | None] = field(default_factory=queue.SimpleQueue)
+    has_failed: bool = False  # in a step
     _told: RankReport | None = None
+    _runner: ModelRunner | None = None
     _caches: dict[int, KVCache] = field(default_factory=dict)
 
     @property
@@ -54,8 +56,8 @@ class Member:
         self.spoke.send({"kind": HERE})
         if (message := told.get()) is None:
             raise StreamClosedError("the run was closed before all ranks had met")
-        store = Store.connect(str(message["host"]), int(message["port"]), world=self.topology.world)
-        timeout_s = self.spoke.rank_timeout_s
+        timeout_s, world = self.spoke.rank_timeout_s, self.topology.world
+        store = Store.connect(str(message["host"]), int(message["port"]), world=world, timeout_s=timeout_s)
         return join_groups(store, self.topology, device=device, timeout_s=timeout_s, blame=self.blame)
 
     def _on_close(self, end: Callable[[], None]) -> None:
@@ -67,6 +69,9 @@ class Member:
     def bind(self, residency: Residency, fail: Callable[[BaseException], None]) -> None:
         """Layers become ready in this table when rank 0 says that all ranks have them."""
         self.spoke.on(AGREED, lambda message: residency.confirm(str(message["layer"])))
+
+    def show_warnings(self, warn: Callable[[str], None]) -> None:
+        """Nothing is told here: see streaming.ranks.serve."""
 
     def publish(self, layer: str) -> None:
         """This rank has the layer."""
@@ -109,11 +114,14 @@ class Member:
         self._outcome.put(None)
 
     def _obey(self, model: StreamedModel, runner: ModelRunner, stop: Callable[[], None]) -> None:
+        self._runner = runner
         try:
             while (message := self._work.get()) is not None:
                 self._carry_out(message, model, runner, stop)
         except Exception as error:
             if not self.spoke.closing.is_set():  # a step that was under way when the run was closed
+                self.has_failed = True
+                self.spoke.tell_progress(Progress(runner.at, "forward"))
                 self._outcome.put(error)
 
     def _carry_out(self, message: Message, model: StreamedModel, runner: ModelRunner, stop: Callable[[], None]) -> None:
@@ -153,6 +161,7 @@ class Member:
         """The error of a collective that broke here. Rank 0 is told, and ends this process with the name of the rank
         at fault; what is returned is for the case that it does not."""
         if not self.spoke.closing.is_set():
-            self.spoke.send({"kind": STUCK, "words": words, "ranks": ranks, "message": str(error)})
+            at = "" if self._runner is None else self._runner.at
+            self.spoke.send({"kind": STUCK, "words": words, "ranks": ranks, "message": str(error), "layer": at})
             self.spoke.closing.wait(_JUDGED_S + 10 * beat_s(self.spoke.rank_timeout_s))
         return StreamClosedError(f"{words} failed: {error}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-REPORT = "report"  # a kind of message
+REPORT, WARNING = "report", "warning"  # kinds of messages
 _GROWN = 1 << 20  # bytes of memory that are worth another report
 
 

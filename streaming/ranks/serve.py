@@ -14,6 +14,7 @@ from streaming.portal import LoopThread
 from streaming.prepare import Prepared
 from streaming.ranks.channel import Progress, SpokeChannel
 from streaming.ranks.member import Member
+from streaming.ranks.report import WARNING
 from streaming.reader import Reader
 from streaming.trace import Tracer
 
@@ -26,7 +27,7 @@ def serve(prepared: Prepared, reader: Reader, spoke: SpokeChannel, *, hooks: Hoo
     """Load and run steps until rank 0 closes the run. Raises what ends this rank before; then nothing is left open."""
     topology = prepared.options.topology(spoke.rank)
     member = Member(spoke, topology)
-    told = _Telling(spoke, hooks or Hooks())
+    told = _Telling(spoke, member, hooks or Hooks(), frozenset(prepared.warnings))
     tracer, clock = Tracer(on_begin=told.on_begin), RunClock(start_s=time.monotonic())
     try:
         with closing(LoopThread()) as loop:
@@ -40,15 +41,17 @@ def serve(prepared: Prepared, reader: Reader, spoke: SpokeChannel, *, hooks: Hoo
 
 @dataclass(frozen=True)
 class _Telling:
-    """Rank 0 learns where this rank is; its warnings are rank 0's too, which has the same checkpoint."""
+    """Rank 0 learns where this rank is, and what it warns of but for what is `known` from headers there too."""
 
     spoke: SpokeChannel
+    member: Member
     given: Hooks
+    known: frozenset[str]
 
     def on_begin(self, lane: str, name: str, layer: str) -> None:
         """An item enters a stage."""
         if lane in _STAGES:
-            self.spoke.tell_progress(Progress(layer, lane, name))
+            self._tell(Progress(layer, lane, name))
 
     @property
     def hooks(self) -> Hooks:
@@ -57,7 +60,13 @@ class _Telling:
 
     def _warn(self, text: str) -> None:
         logger.debug("rank %s: %s", self.spoke.rank, text)
+        if text not in self.known:
+            self.spoke.send({"kind": WARNING, "text": text})
 
     def _on_stage(self, layer: str, stage: str, nbytes: int, seconds: float) -> None:
-        self.spoke.tell_progress(Progress(layer, stage))
+        self._tell(Progress(layer, stage))
         self.given.on_stage(layer, stage, nbytes, seconds)
+
+    def _tell(self, progress: Progress) -> None:
+        if not self.member.has_failed:  # where it did is the last word
+            self.spoke.tell_progress(progress)

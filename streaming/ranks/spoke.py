@@ -21,7 +21,9 @@ from streaming.ranks.channel import ChannelError, Handlers, Link, Message, Progr
 from streaming.ranks.version import channel_version
 
 _AGAIN_S = 0.1  # between attempts to reach rank 0
-_GRACE_S = 3.0  # for this process to end in its own way
+_ENDED = "rank 0: the process has ended"
+_GRACE_S = 3.0  # for rank 0 to say that it has heard
+_LEAVE_S = 1.0  # for this process to end in its own way
 
 
 def connect(host: str, port: int, *, rank: int, token: str, timeout_s: float, patient: bool = False) -> Spoke:
@@ -129,18 +131,24 @@ class Spoke:
             words = self._take_all()
         except TimeoutError:
             words = f"rank 0: no sign of life for {self.rank_timeout_s:g} s"
+        except ConnectionError:
+            words = _ENDED  # it had not read all that this rank said
         except (OSError, ChannelError) as error:
             words = f"rank 0: the connection to it has ended ({error})"
         except BaseException as error:
             at, cause = told(error, self._progress)  # a handler's fault, in this thread
             words = f"rank {self.rank}: {cause}"
             self.send({"kind": "failed", "message": cause, **asdict(at)})
-        if self.closing.is_set():
-            self._ended.wait(_GRACE_S)  # for the main thread to finish what it does
-        if not self._ended.is_set():
-            if words and not self.closing.is_set():
+        if not self._ended.is_set() and not self.closing.is_set():
+            if words:
                 self._say(words)
             os._exit(1)
+
+    def _leave(self) -> None:
+        """End the process unless its main thread has done so soon: it may be in a step that rank 0 has left, and has
+        nothing to lose."""
+        if not self._ended.wait(_LEAVE_S):
+            os._exit(0)
 
     def _take_all(self) -> str:
         """Hand messages over until the channel ends; what is to be said of its end."""
@@ -149,9 +157,10 @@ class Spoke:
                 return "" if message.get("quiet") else str(rank_error(message))
             if message["kind"] == "close":
                 self.closing.set()
+                threading.Thread(target=self._leave, name="rank leave", daemon=True).start()
             if message["kind"] != "alive":
                 self._handlers.call(message["kind"], message)
-        return "rank 0: the process has ended"
+        return _ENDED
 
     def _say(self, words: str) -> None:
         with self._saying:

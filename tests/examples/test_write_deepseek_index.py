@@ -106,3 +106,41 @@ def test_the_whole_table_opens_in_half_a_gibibyte(tmp_path: Path) -> None:
     assert tensors + unopened == 91_991
     assert (unopened, nbytes) == (1488, 677_371_302_240)  # three files hold the layer that predicts further tokens
     assert peak_kib < 512 * 1024
+
+
+# plans the folder given for the options given, prints the JSON, and last the peak of its memory in KiB
+PLANNED = """
+import re, sys
+from streaming import cli
+status = cli.run(["plan", *sys.argv[1:], "--json"])
+with open("/proc/self/status") as file:
+    print(re.search(r"VmHWM:\\s+(\\d+) kB", file.read())[1])
+sys.exit(status)
+"""
+
+
+@pytest.mark.slow
+def test_the_true_size_is_planned_for_every_rank_of_a_mesh_within_a_gibibyte(tmp_path: Path) -> None:
+    model = DeepSeek()
+    write_index(tmp_path, model)
+    used = [row for row in tensor_table(model) if ".layers.61." not in row.name]
+    expert = sum(row.nbytes for row in used if row.name.startswith("model.layers.3.mlp.experts.0."))
+    sparse, whole = model.layers - model.dense_layers, sum(row.nbytes for row in used)
+    assert round(expert / 1e6) == 44
+    for tensor, experts in ((1, 1), (8, 8), (1, 64), (8, 64)):
+        mesh = ["--tensor-parallel-size", str(tensor), "--expert-parallel-size", str(experts)]
+        command = [sys.executable, "-c", PLANNED, str(tmp_path), *mesh]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        *_, plan, peak_kib = run.stdout.splitlines()
+        ranks = json.loads(plan)["ranks"]
+        assert int(peak_kib) < 1 << 20
+        assert [rank["rank"] for rank in ranks] == list(range(max(tensor, experts)))
+        own = model.experts // experts
+        assert [rank["experts"] for rank in ranks] == [
+            list(range(rank * own, (rank + 1) * own)) for rank in range(len(ranks))
+        ]
+        most = whole - sparse * (model.experts - own) * expert  # with all of what is not an expert's
+        if tensor == 1:
+            assert {rank["bytes_read"] for rank in ranks} == {most}
+        else:
+            assert all(sparse * own * expert < rank["bytes_read"] < most for rank in ranks)

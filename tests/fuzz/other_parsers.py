@@ -41,7 +41,8 @@ META_PARAMS: Mapping[str, object] = {
     "multiple_of": 32, "norm_eps": 1e-05, "rope_theta": 500000.0, "use_scaled_rope": True,
 }  # fmt: skip
 SHARDS: Mapping[str, object] = {
-    "format": "firstlayer shards", "version": 2, "tensor_parallel_size": 1, "expert_parallel_size": 1,
+    "format": "firstlayer shards", "version": 3, "tensor_parallel_size": 1, "expert_parallel_size": 1,
+    "pipeline_parallel_size": 1, "expert_placement": "linear", "expert_map": [[0, 1]],
     "quantization": "none", "quantize_head": False, "dtype": "bfloat16", "tied": False, "source": "0a",
     "files": [{"name": "model-rank-00000-part-00000.safetensors", "nbytes": 9, "sha256": "0a"}],
     "weights": {"lm_head.weight": {"scheme": {"class": "IntPerGroup", "scale_dtype": "F16"}, "runs": [1]}},

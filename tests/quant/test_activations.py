@@ -72,6 +72,16 @@ def test_a_linear_layer_is_its_literal_simulation(scheme: str) -> None:
     assert not torch.equal(found, module(x, StepContext(Kernels.detect())))
 
 
+def test_parts_of_tokens_under_an_agreed_maximum_have_the_codes_of_the_whole() -> None:
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(2))
+    whole, scale = quantize_tokens(x)
+    agreed = x.abs().amax(-1, keepdim=True)
+    for columns in (slice(0, 40), slice(40, 96)):
+        codes, found = quantize_tokens(x[:, columns], maximum=lambda own: torch.maximum(own, agreed))
+        assert torch.equal(codes, whole[:, columns])
+        assert torch.equal(found, scale)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_so_in_its_token_alone(bad: float) -> None:
     x = torch.ones(2, 4)

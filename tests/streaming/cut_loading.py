@@ -8,7 +8,7 @@ from contextlib import closing
 import anyio
 import torch
 
-from layers.parallel import Groups
+from layers.parallel import Group, Groups, SingleGroup
 from layers.topology import Topology
 from layers.weights import ParamSpec
 from quant.cuts import cut_stored
@@ -19,13 +19,13 @@ from streaming.prepare import Prepared, prepare
 from streaming.reader_choice import start_reader
 from streaming.residency import Residency
 from streaming.trace import Tracer
-from tests.layers.thread_groups import on_ranks
+from tests.layers.thread_groups import ThreadGroup, on_ranks, thread_groups
 
 Stored = dict[str, dict[str, torch.Tensor]]
 Maximum = Callable[[torch.Tensor], torch.Tensor]
 
 
-def load_stored(prepared: Prepared, *, maximum: Maximum = lambda x: x) -> Stored:
+def load_stored(prepared: Prepared, *, maximum: Maximum = lambda x: x, reads: Group | None = None) -> Stored:
     """Every stored tensor of a rank, in the way that its options ask for; as many bytes are read as its plan says."""
     tracer = Tracer()
     with (
@@ -33,7 +33,8 @@ def load_stored(prepared: Prepared, *, maximum: Maximum = lambda x: x) -> Stored
         closing(open_device("cpu", prepared.plan, reader)) as device,
     ):
         residency = Residency([spec.name for spec in prepared.specs if spec.params], tracer)
-        pipeline = Pipeline(prepared.plan, reader, device, residency, tracer, maximum=maximum)
+        group = reads or SingleGroup()
+        pipeline = Pipeline(prepared.plan, reader, device, residency, tracer, maximum=maximum, reads=group)
         anyio.run(pipeline.run)
         read = sum(int(span.args["nbytes"]) for span in tracer.spans() if span.lane == "read")
         assert read == prepared.plan.read_nbytes
@@ -46,9 +47,16 @@ def load_on_ranks(model: str, options: LoadOptions) -> tuple[list[Prepared], lis
     plans = [prepare(model, options, rank=rank) for rank in range(topology.world)]
     found: list[Stored] = []
     for first in range(0, topology.world, topology.stage_ranks):
+        sharing = thread_groups(topology)  # apart from the maxima's, as in a run
 
-        def load(at: Topology, groups: Groups, first: int = first) -> Stored:
-            return load_stored(plans[first + at.rank], maximum=groups.tensor.maximum)
+        def load(at: Topology, groups: Groups, first: int = first, sharing: Sequence[Groups] = sharing) -> Stored:
+            reads = sharing[at.rank].tensor
+            try:
+                return load_stored(plans[first + at.rank], maximum=groups.tensor.maximum, reads=reads)
+            except Exception:
+                if isinstance(reads, ThreadGroup):
+                    reads.meeting.end()
+                raise
 
         found += on_ranks(topology, load)
     return plans, found
@@ -59,10 +67,11 @@ def part_of(param: ParamSpec, whole: ParamSpec, stored: Mapping[str, torch.Tenso
     if param.cut is None:
         return dict(stored)
     if not whole.kind.has_scheme:
-        starts = whole.section_starts
+        begins = whole.section_starts
         ((name, tensor),) = stored.items()
-        rows = [tensor[starts[part.section] + part.start : starts[part.section] + part.stop] for part in param.parts]
-        joined = torch.cat(rows)
+        joined = torch.cat(
+            [tensor[begins[part.section] + part.start : begins[part.section] + part.stop] for part in param.parts]
+        )
         return {name: joined if param.cut.columns is None else joined[:, slice(*param.cut.columns)]}
     parts: dict[str, list[torch.Tensor]] = {}
     starts = [0]

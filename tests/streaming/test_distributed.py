@@ -31,10 +31,10 @@ def on_ranks(
 
     def run(rank: int) -> object:
         if rank == 0:
-            store = Store.serve("127.0.0.1", world=world)
+            store = Store.serve("127.0.0.1", world=world, timeout_s=20)
             port.set_result(store.port)
         else:
-            store = Store.connect("127.0.0.1", port.result(20), world=world)
+            store = Store.connect("127.0.0.1", port.result(20), world=world, timeout_s=20)
         groups = join_groups(store, topology.at(rank), device=CPU, timeout_s=timeout_s, blame=blame)
         try:
             with torch.inference_mode():

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from streaming.progress import Progress, Reached, Step, layer_line, totals_line
+from streaming.progress import Progress, Reached, Step, layer_line, ranks_line, totals_line
 
 LAYERS = ("embed", "layers.0", "layers.1", "head")
 
@@ -211,3 +211,13 @@ def test_the_line_of_totals_is_cut_before_it_wraps() -> None:
     layers = {"embed": {Reached.READ: Step(5 << 29), Reached.READY: Step()}, "head": {}}
     assert totals_line(layers, seconds=3.14159, columns=80) == "1 of 2 layers ready  2.5 GiB read  3.1 s"
     assert len(totals_line(layers, seconds=3.14159, columns=30)) == 29
+
+
+def test_other_ranks_stand_in_a_line_of_their_own() -> None:
+    ranks = {1: ("layers.3", "quantize"), 2: ("", "forward")}
+    assert ranks_line(ranks, columns=100) == "rank 1 layers.3 quantize  rank 2 loaded"
+    terminal = Terminal()
+    progress = Progress(terminal, layers=["layers.0", "layers.1"], enabled=True, columns=100)
+    progress.show_ranks(lambda: ranks)
+    progress.update("layers.0", Reached.READY)
+    assert "rank 1 layers.3 quantize  rank 2 loaded" in terminal.getvalue().splitlines()[-2]

@@ -22,6 +22,7 @@ from examples.write_tiny_model import TinyModel, write_tiny_model
 from quant.registry import scheme_names
 from streaming import cli
 from streaming.errors import CheckpointError, LayerLoadError, OptionError, StreamingError
+from streaming.hooks import Hooks
 from streaming.llm import LLM
 from streaming.options import LoadOptions
 from streaming.prepare import prepare
@@ -39,7 +40,7 @@ Folders = Callable[[TinyModel], Path]
 
 
 def save(model: Path, out: Path, *options: str) -> int:
-    return cli.run(["save-shards", str(model), "--out", str(out), "--quiet", *options])
+    return cli.run(["save-shards", str(model), "--out", str(out), "--quiet", "--reader", "threads", *options])
 
 
 @pytest.fixture
@@ -306,10 +307,9 @@ def test_another_scheme_or_dtype_is_refused_with_both(shards: Path, capfd: pytes
 
 
 def test_another_topology_is_refused_with_both_numbers(shards: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    change_manifest(shards, tensor_parallel_size=4, expert_parallel_size=2)
-    found = error_of(capfd, "plan", shards)
-    assert "saved for tensor parallel size 4 and expert parallel size 2" in found
-    assert "this run has tensor parallel size 1 and expert parallel size 1" in found
+    found = error_of(capfd, "plan", shards, "--tensor-parallel-size", "2", "--expert-parallel-size", "4")
+    assert "saved for tensor parallel size 1 and expert parallel size 1" in found
+    assert "this run has tensor parallel size 2 and expert parallel size 4" in found
 
 
 def test_a_folder_without_its_manifest_is_not_taken_for_whole(shards: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -348,7 +348,7 @@ def test_all_tensors_that_are_wrong_are_in_one_report(shards: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"version": 1}, "version 1; this program reads 2: save it again"),
+        ({"version": 1}, "version 1; this program reads 2 and 3: save it again"),
         ({"tied": 1}, "tied is 1"),
         ({"tensor_parallel_size": True}, "tensor_parallel_size is True"),
         ({"quantization": "fp3"}, "'fp3'"),
@@ -387,7 +387,7 @@ def test_a_folder_that_holds_the_same_is_left_alone_and_any_other_is_refused(
 ) -> None:
     before = {file.name: file.stat().st_mtime_ns for file in shards.iterdir()}
     with monkeypatch.context() as patched:
-        patched.setattr("streaming.llm.start_reader", None)  # nothing is loaded
+        patched.setattr("streaming.one_layer.start_reader", None)  # nothing is loaded
         assert save(four_layers, shards, "--quantization", "fp8_per_channel") == 0
         found = error_of(capfd, "save-shards", four_layers, "--out", shards, "--quantization", "none", status=2)
     assert "is not empty (3 files, such as config.json) and does not hold the same" in found
@@ -419,7 +419,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_read(
 ) -> None:
     full = os.statvfs_result((4096, 4096, 100, 0, 0, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: full)
-    monkeypatch.setattr("streaming.llm.start_reader", None)
+    monkeypatch.setattr("streaming.one_layer.start_reader", None)
     assert "are needed, 0 B are free there" in error_of(capfd, "save-shards", four_layers, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -491,16 +491,16 @@ def test_options_that_would_be_ignored_are_refused(shards: Path, options: dict[s
 
 def test_what_another_process_writes_is_left_alone(four_layers: Path, tmp_path: Path) -> None:
     """Two that save into one empty folder: the second is refused, and takes nothing of the first one's away."""
-    prepared, out = prepare(str(four_layers), LoadOptions()), tmp_path / "out"
+    ranks, out = (prepare(str(four_layers), LoadOptions()),), tmp_path / "out"
     other = out / f"{PART}.partial"
 
-    def save_beside(llm: LLM) -> None:
-        with writing(prepared, out, wanted_manifest(prepared)) as writer:
+    def save_beside() -> None:
+        with writing(ranks, out, wanted_manifest(ranks), hooks=Hooks()) as writer:
             other.write_bytes(b"of another process")
-            llm.call(lambda runner, stop: writer.write(runner, stop=stop))
+            writer.write()
 
-    with LLM.start(prepared) as llm, pytest.raises(StreamingError, match="File exists"):
-        save_beside(llm)
+    with pytest.raises(StreamingError, match="File exists"):
+        save_beside()
     assert other.read_bytes() == b"of another process"
 
 

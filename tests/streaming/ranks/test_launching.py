@@ -209,26 +209,27 @@ def namespace(*arguments: str) -> argparse.Namespace:
     return cli.make_parser(arguments[0]).parse_args(arguments)
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "save-shards", "quantize", "quality"])
+@pytest.mark.parametrize("command", ["verify", "quantize", "quality"])
 def test_commands_that_know_no_ranks_say_so(command: str) -> None:
     given = namespace("plan", "m", "--tensor-parallel-size", "2")
     given.command = command
     with pytest.raises(OptionError) as caught:
         follower_status(given, environ={})
     assert str(caught.value) == (
-        f"{command} runs on one rank, the options make 2: several go with generate, chat, logits, bench and plan"
+        f"{command} runs on one rank, the options make 2: several go with generate, chat, logits, bench, "
+        "plan, inspect and save-shards"
     )
 
 
 def test_the_command_line_refuses_ranks_in_one_line() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "streaming", "inspect", "demo", "--tensor-parallel-size", "2"],
+        [sys.executable, "-m", "streaming", "verify", "demo", "--tensor-parallel-size", "2"],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "firstlayer inspect: error: inspect runs on one rank, the options make 2: several go with generate, chat, "
-        "logits, bench and plan\n"
+        "firstlayer verify: error: verify runs on one rank, the options make 2: several go with generate, chat, "
+        "logits, bench, plan, inspect and save-shards\n"
     )
 
 

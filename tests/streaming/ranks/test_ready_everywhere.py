@@ -16,7 +16,7 @@ from streaming.errors import WorkerError
 from streaming.evaluate import prompt_logits
 from streaming.generate import Request
 from streaming.hooks import Hooks
-from streaming.residency import LayerState
+from streaming.residency import LayerState, Residency
 from tests.streaming.ranks.threaded import open_ranked
 from tests.streaming.waiting import until
 
@@ -49,7 +49,7 @@ def test_a_slow_rank_is_waited_for_and_the_wait_is_booked_on_it(four_layers: Pat
     with open_ranked(four_layers, hooks={1: gate.hooks}, **TWO) as ranked:
         model = ranked.model
         job = model.submit_call(lambda runner, stop: prompt_logits(model, IDS, stop))
-        until(lambda: model.residency._stages["layers.2"] == "rank 1")
+        until(lambda: model.residency._stages["layers.2"] == "rank 1" and model.runner.at == "layers.2")
         assert model.readiness["layers.1"] is LayerState.READY
         assert model.readiness["layers.2"] is LayerState.LOADING
         assert not model.wait_loaded(0)
@@ -98,6 +98,20 @@ def test_closing_in_the_middle_of_a_load_ends_every_rank(four_layers: Path) -> N
         ranked.model.submit_call(lambda runner, stop: prompt_logits(ranked.model, IDS, stop))
         until(lambda: ranked.model.residency._stages["layers.2"] == "rank 1")
         gate.open()
+
+
+def test_closing_while_other_ranks_still_load_is_no_error(four_layers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, wait = threading.Event(), Residency.wait_everywhere
+
+    def note(residency: Residency) -> None:
+        waiting.set()
+        wait(residency)
+
+    monkeypatch.setattr(Residency, "wait_everywhere", note)
+    monkeypatch.setattr(Residency, "others_loaded", lambda residency: None)  # rank 0 never hears of it
+    with open_ranked(four_layers, **TWO) as ranked:
+        assert waiting.wait(30)
+    assert ranked.model.load_error is None
 
 
 def test_a_cache_that_the_model_did_not_make_is_refused(four_layers: Path) -> None:

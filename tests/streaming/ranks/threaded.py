@@ -5,13 +5,17 @@ What ends a whole process (a rank that fails) needs real ones; everything else i
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -24,6 +28,7 @@ from streaming.model import StreamedModel, run_model
 from streaming.options import LoadOptions
 from streaming.portal import LoopThread
 from streaming.prepare import prepare
+from streaming.ranks import spoke
 from streaming.ranks.hub import Hub, open_hub
 from streaming.ranks.lead import Lead
 from streaming.ranks.serve import serve
@@ -60,31 +65,37 @@ def open_ranked(folder: Path, *, hooks: Mapping[int, Hooks] | None = None, **opt
     asked = LoadOptions(**defaults | options)
     topology, given, errors = asked.topology(), hooks or {}, list[BaseException]()
     with ExitStack() as stack:
+        stack.enter_context(patch.object(spoke, "os", SimpleNamespace(_exit=_end_thread, write=os.write)))
         hub = stack.enter_context(open_hub(topology.world, token="word", rank_timeout_s=asked.rank_timeout))
 
         def follow(rank: int) -> None:
-            spoke = connect("127.0.0.1", hub.port, rank=rank, token="word", timeout_s=30)
+            channel = connect("127.0.0.1", hub.port, rank=rank, token="word", timeout_s=30)
             try:
                 prepared = prepare(str(folder), asked, rank=rank)
                 with closing(start_reader(prepared)) as reader:
-                    serve(prepared, reader, spoke, hooks=given.get(rank))
+                    serve(prepared, reader, channel, hooks=given.get(rank))
             except Exception as error:
                 errors.append(error)
-                spoke.send({"kind": "failed", "message": str(error)})
+                channel.send({"kind": "failed", "message": str(error)})
             finally:
-                spoke.close()
+                channel.close()
 
         threads = [threading.Thread(target=follow, args=(rank,), daemon=True) for rank in range(1, topology.world)]
         for thread in threads:
             thread.start()
         prepared = prepare(str(folder), asked)
         lead = None if topology.is_single else Lead(hub, topology)
-        with closing(LoopThread()) as loop, closing(start_reader(prepared)) as reader:
+        with closing(start_reader(prepared)) as reader, closing(LoopThread()) as loop:
             clock = RunClock(start_s=time.monotonic())
             running = run_model(prepared, reader, tracer=Tracer(), clock=clock, hooks=given.get(0, Hooks()), ranks=lead)
             yield RankedModel(loop.enter(running), hub, lead)
         hub.close()
         for thread in threads:
-            thread.join()
+            thread.join(timeout=20)
     if errors:
         raise errors[0]
+
+
+def _end_thread(status: int) -> None:
+    """In place of the end of the process, which is the test's."""
+    sys.exit(status)
