@@ -57,7 +57,8 @@ def wide_rows(
     in_features: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Rows [start, stop) of a weight [total, in_features] in `dtype`, dequantized in runs: in float32 no more than a strip is held, with its scales."""
+    """Rows [start, stop) of a weight [total, in_features] in `dtype`, dequantized in runs: in float32 no more than a
+    strip is held, with its scales."""
     import torch
 
     (start, stop), block = run, source.row_multiple or 1

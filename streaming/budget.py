@@ -144,8 +144,7 @@ def _arrival_nbytes(item: LoadItem) -> int:
 
 
 def _held_nbytes(item: LoadItem) -> int:
-    """What is held of a weight that is cut, until this rank's part can be made; and what is quantized whole, then cut.
-    """
+    """What is held of a weight that is cut, until this rank's part can be made; and what is made whole, then cut."""
     if not item.held:
         return 0
     param, whole = item.param, item.param.whole

@@ -509,9 +509,9 @@ streaming.llm.import_torch = interrupted
 import streaming.model
 build_shell = streaming.model.build_shell
 
-def interrupted(*arguments):
+def interrupted(*arguments, **keywords):
     os.kill(os.getpid(), signal.SIGINT)
-    return build_shell(*arguments)
+    return build_shell(*arguments, **keywords)
 
 streaming.model.build_shell = interrupted
 """,

@@ -256,8 +256,8 @@ class Way:
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
-TENSOR = [{"tensor_parallel_size": ranks} for ranks in (2, 4, 8)]
-EXPERT = [
+TENSOR: list[dict[str, Any]] = [{"tensor_parallel_size": ranks} for ranks in (2, 4, 8)]
+EXPERT: list[dict[str, Any]] = [
     {"tensor_parallel_size": 2},
     {"expert_parallel_size": 2, "expert_map": [[0, 2, 4], [1, 0, 3, 2, 4]]},
     {"expert_parallel_size": 3, "expert_placement": "round_robin"},

@@ -22,8 +22,8 @@ from streaming.column_reads import reads_columns, skips_gaps, span_nbytes
 from streaming.dummy import open_dummy_reader
 from streaming.dummy_pattern import pattern_block
 from streaming.open_files import FileState, state_of
-from streaming.prefetching import plan_blocks
 from streaming.piece_cutting import ALONE_NBYTES, PIECE_NBYTES, STRETCH_NBYTES, cut_pieces
+from streaming.prefetching import plan_blocks
 from streaming.read_plan import Piece, ReadPlan, Region
 from streaming.read_plan import plan_reads as plan_of_reads
 from streaming.read_strategy import ReadMethod
