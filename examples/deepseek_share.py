@@ -154,7 +154,7 @@ def _share(
 ) -> Share:
     from layers.expert_dispatch import share_of
     from layers.parallel import StandInGroup
-    from streaming.rank_shares import expert_numbers
+    from streaming.rank_share import expert_numbers
 
     topology, plan = prepared.topology, prepared.plan
     experts = expert_numbers(prepared.config, topology)

@@ -15,6 +15,7 @@ from typing import cast
 from layers.architecture import EMBED_WEIGHT, is_tied
 from layers.errors import ShardError
 from layers.model_config import ModelConfig
+from layers.rank_config import check_heads
 from layers.topology import Topology, experts_of
 from layers.weights import LayerSpec, ParamCut, ParamSpec, Part, Section, Split
 from quant.cuts import cut_scheme
@@ -43,31 +44,10 @@ def cut_specs(specs: Sequence[LayerSpec], config: ModelConfig, topology: Topolog
     return tuple(found)
 
 
-def local_config(config: ModelConfig, topology: Topology) -> ModelConfig:
-    """The configuration with the heads and the layers that a rank has: what its caches are sized by."""
-    if topology.tensor == topology.pipeline == 1:
-        return config
-    check_heads(config, topology)
-    heads, kv_heads = config.num_heads // topology.tensor, max(1, config.num_kv_heads // topology.tensor)
-    first, stop = topology.layers_of_stage(config.num_layers)
-    return replace(config, num_heads=heads, num_kv_heads=kv_heads, num_layers=stop - first)
-
-
 def vocabulary_rows(vocab_size: int, topology: Topology) -> int:
     """Rows of the vocabulary for each rank, padding included; the last ranks may have fewer that exist, or none."""
     multiple = VOCABULARY_MULTIPLE
     return -(-vocab_size // (multiple * topology.tensor)) * multiple
-
-
-def check_heads(config: ModelConfig, topology: Topology) -> None:
-    """Raises ShardError where heads cannot be shared out."""
-    ranks, heads, kv_heads = topology.tensor, config.num_heads, config.num_kv_heads
-    if heads % ranks:
-        raise ShardError(f"tensor parallel size {ranks} does not divide the model's {heads} attention heads")
-    if config.mla is None and kv_heads % ranks and ranks % kv_heads:
-        raise ShardError(
-            f"tensor parallel size {ranks} and the model's {kv_heads} key/value heads: neither divides the other"
-        )
 
 
 def stage_layers(specs: Sequence[LayerSpec], config: ModelConfig, topology: Topology) -> Iterator[LayerSpec]:

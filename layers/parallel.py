@@ -50,7 +50,7 @@ class Group(Protocol):
         ...
 
     def broadcast(self, x: torch.Tensor, *, root: int, ranks: Sequence[int]) -> torch.Tensor:
-        """Fill x, which is contiguous, with that of rank `root`; entered by `ranks` alone, of which root is one. Is x."""
+        """Fill x, which is contiguous, with that of rank `root`; entered by `ranks` alone, root among them. Is x."""
         ...
 
 

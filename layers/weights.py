@@ -15,13 +15,16 @@ from enum import Enum
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
+from typing import TYPE_CHECKING
 
 from layers.errors import WeightError
 from layers.fused_experts import ExpertRule
 from quant.disk_forms.form import DiskForm
 from quant.dtypes import DType
 from quant.scheme import Scheme, StoredSpec
-from quant.shared_scales import SectionCut
+
+if TYPE_CHECKING:
+    from quant.section_cuts import SectionCut
 
 
 class ParamKind(Enum):
@@ -94,6 +97,8 @@ class ParamCut:
 
     def section_cut(self, index: int) -> SectionCut:
         """How the section that part `index` is of is cut."""
+        from quant.section_cuts import SectionCut  # with all schemes: planning for one rank does without
+
         part = self.parts[index]
         rows, edges = self.whole.section_rows[part.section], self.row_edges[index] if self.row_edges else ()
         return SectionCut(

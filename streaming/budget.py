@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from layers.cuts import scale_scope
 from layers.weights import ParamKind, ParamSpec
 from quant.dtypes import DType
-from quant.shared_scales import Scope
 from streaming.checkpoint.tensors import TensorInfo
 from streaming.errors import BudgetError
 from streaming.plan import LayerPlan, LoadItem, LoadPlan
@@ -152,6 +150,9 @@ def _held_nbytes(item: LoadItem) -> int:
     held = sum(spec.nbytes for spec in storage.values())
     if whole.kept_as_stored:
         return held if item.fills == "weight" else storage[item.fills].nbytes
+    from layers.cuts import scale_scope
+    from quant.section_cuts import Scope
+
     scopes = {scale_scope(param, section) for section in range(item.section, item.section + item.sections)}
     rows = max(whole.section_rows) if scopes != {Scope.OWN} else max(param.section_rows)
     return held + 2 * rows * whole.shape[1] * whole.dtype.itemsize

@@ -17,7 +17,7 @@ from streaming.piece_cutting import cut_pieces, moved_nbytes
 if TYPE_CHECKING:
     from quant.disk_forms.form import DiskForm
     from streaming.expert_plan import ExpertLayer
-    from streaming.rank_shares import RankShare
+    from streaming.rank_share import RankShare
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.to_thread
 
-from layers.cuts import local_config
 from layers.decoder import DecoderModel, build_shell
 from layers.kv_cache import KVCache, cache_room_nbytes, kv_cache_nbytes
 from layers.kv_codec import Room
 from layers.parallel import SingleGroup
+from layers.rank_config import local_config
 from layers.topology import Topology
 from quant.device_features import DeviceFeatures
 from quant.kernels import KernelMode, Kernels

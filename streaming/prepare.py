@@ -9,10 +9,10 @@ from functools import partial
 
 from layers.architecture import SchemeChoice, layer_specs
 from layers.config import parse_config, weight_map
-from layers.cuts import cut_specs, local_config
 from layers.kv_cache import cache_room_nbytes, check_cache_form, kv_cache_nbytes
 from layers.model_config import ModelConfig
 from layers.name_lookup import NameLookup
+from layers.rank_config import local_config
 from layers.topology import Topology
 from layers.weights import Dropped, LayerSpec
 from quant.dtypes import DType
@@ -205,7 +205,11 @@ def _plan(
     topology: Topology,
     every_rank: bool,
 ) -> LoadPlan:
-    direct, share = options.device == "cpu", None
+    direct, cut, share = options.device == "cpu", None, None
+    if not topology.is_single:
+        from layers.cuts import cut_specs  # with all that schemes need of each other: a run of one rank does without
+
+        cut = partial(cut_specs, config=config, topology=topology)
     if options.read_sharing != "none":
         from streaming.shared_reads import check_sharing, share_reads
 
@@ -214,7 +218,7 @@ def _plan(
     if checkpoint.saved is not None:
         from streaming.sharded_plan import make_stored_plan
 
-        return make_stored_plan(checkpoint, cut_specs(specs, config, topology), direct=direct)
+        return make_stored_plan(checkpoint, specs if cut is None else cut(specs), direct=direct)
     survey = None
     if every_rank:
         from streaming.rank_shares import rank_shares
@@ -228,8 +232,7 @@ def _plan(
     return make_plan(
         checkpoint, specs, names, tied=tied, direct=direct, read=read_tensor,
         strict=options.loader.weights_track, unwrap=options.unwrap_names, method=disk_method(checkpoint),
-        cut=None if topology.is_single else partial(cut_specs, config=config, topology=topology),
-        share=share, survey=survey,
+        cut=cut, share=share, survey=survey,
     )  # fmt: skip
 
 

@@ -12,25 +12,13 @@ from itertools import count
 
 from layers.cuts import cut_param, stage_layers
 from layers.model_config import ModelConfig
-from layers.topology import Topology, experts_of
+from layers.topology import Topology
 from layers.weights import LayerSpec, ParamSpec
 from streaming.param_kinds import param_traits
 from streaming.plan import reading_order
 from streaming.plan_items import Filling, items_of
+from streaming.rank_share import RankShare, expert_numbers
 from streaming.shared_reads import nbytes_if_shared
-
-
-@dataclass(frozen=True)
-class RankShare:
-    """Bytes that a rank reads from the files and that it keeps; `experts`: which ones it has of each sparse layer,
-    whole or, where experts are cut like dense layers, its part of each."""
-
-    rank: int
-    read_nbytes: int
-    kept_nbytes: int
-    experts: tuple[int, ...] = ()
-    by_sharing: tuple[int, int] | None = None  # bytes read where ranks do not share the reading, and where they do
-
 
 Survey = Callable[[Sequence[LayerSpec], Filling], tuple[RankShare, ...]]
 """(all layers uncut, what they are filled from) -> what each rank has of them."""
@@ -102,11 +90,3 @@ class _Surveyor:
             return 0, 0
         items = items_of(param, "", count(), filling=self.filling)
         return sum(item.read_nbytes for item in items), param.nbytes
-
-
-def expert_numbers(config: ModelConfig, topology: Topology) -> tuple[int, ...]:
-    """The experts of a sparse layer that a rank has, or has a part of; () where the model has none."""
-    if config.moe is None:
-        return ()
-    number = config.moe.num_experts
-    return experts_of(topology, number) if topology.expert > 1 else tuple(range(number))

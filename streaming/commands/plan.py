@@ -11,7 +11,7 @@ from streaming import cli
 from streaming.options import READ_SHARING
 from streaming.plan import LayerPlan
 from streaming.prepare import Prepared, prepare
-from streaming.rank_shares import RankShare, expert_numbers
+from streaming.rank_share import RankShare, expert_numbers
 from streaming.sizes import format_size, parse_size
 
 

@@ -9,9 +9,9 @@ import torch
 
 from layers.architecture import layer_specs
 from layers.batch import make_batch
-from layers.cuts import local_config
 from layers.model_config import ModelConfig
 from layers.parallel import Groups
+from layers.rank_config import local_config
 from layers.topology import Topology
 from quant.activations import quantize_tokens
 from quant.dtypes import DType

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from layers.architecture import layer_specs
-from layers.cuts import cut_specs, local_config, vocabulary_rows
+from layers.cuts import cut_specs, vocabulary_rows
 from layers.errors import ShardError
+from layers.rank_config import local_config
 from layers.topology import Topology
 from layers.weights import LayerSpec, ParamSpec, Part
 from quant.dtypes import DType

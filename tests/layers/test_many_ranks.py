@@ -12,10 +12,11 @@ import torch
 
 from layers.architecture import layer_specs
 from layers.batch import make_batch
-from layers.cuts import cut_specs, local_config
+from layers.cuts import cut_specs
 from layers.decoder import build_shell, stored_names
 from layers.model_config import ModelConfig
 from layers.parallel import Groups, StandInGroup
+from layers.rank_config import local_config
 from layers.topology import Topology
 from layers.weights import LayerSpec
 from quant.dtypes import DType

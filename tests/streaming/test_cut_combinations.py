@@ -355,7 +355,7 @@ def test_every_rank_keeps_its_part(name: str, folders: Folders, monkeypatch: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turn", range(1, 5))
+@pytest.mark.parametrize("turn", range(5))
 @pytest.mark.parametrize("name", [*MODELS, *FORMATS])
 def test_every_rank_keeps_its_part_in_many_ways(
     name: str, turn: int, folders: Folders, monkeypatch: pytest.MonkeyPatch

@@ -25,10 +25,15 @@ from tests.streaming.test_fp8_on_disk import FP8, in_blocks
 from tests.test_against_transformers import write_checkpoint
 
 SCHEMES = (*(name for name in scheme_names() if name != "none"), "int4_per_group:64:asym")
-TURNS = zip(FAMILY_CASES, itertools.cycle(("none", *SCHEMES)), itertools.cycle((2, 4)), strict=False)
+TURNS = [
+    pytest.param(*turn, marks=[] if index % 4 == 0 else pytest.mark.slow)
+    for index, turn in enumerate(
+        zip(FAMILY_CASES, itertools.cycle(("none", *SCHEMES)), itertools.cycle((2, 4)), strict=False)
+    )
+]
 
 
-@pytest.mark.parametrize(("name", "scheme", "ranks"), list(TURNS))
+@pytest.mark.parametrize(("name", "scheme", "ranks"), TURNS)
 def test_every_family_is_cut(name: str, scheme: str, ranks: int, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

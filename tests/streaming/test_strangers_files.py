@@ -77,7 +77,7 @@ def test_a_folder_whose_name_holds_a_line_end_is_named_in_one_line(
 def test_out_of_descriptors_names_the_limit_and_not_a_module(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*ignored: object) -> None:
+    def fail(*ignored: object, **also: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/somewhere/evaluate.py")
 
     monkeypatch.setattr("streaming.commands.plan.prepare", fail)

@@ -92,14 +92,6 @@ def test_a_request_is_cancelled_between_steps_and_the_next_one_is_right(four_lay
         assert ranked.complete([IDS]) == [expected]
 
 
-def test_closing_in_the_middle_of_a_load_ends_every_rank(four_layers: Path) -> None:
-    gate = Gate("layers.1")
-    with open_ranked(four_layers, hooks={1: gate.hooks}, **TWO) as ranked:
-        ranked.model.submit_call(lambda runner, stop: prompt_logits(ranked.model, IDS, stop))
-        until(lambda: ranked.model.residency._stages["layers.2"] == "rank 1")
-        gate.open()
-
-
 def test_closing_while_other_ranks_still_load_is_no_error(four_layers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting, wait = threading.Event(), Residency.wait_everywhere
 
