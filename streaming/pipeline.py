@@ -4,8 +4,9 @@
 
 `collect` learns which pieces have landed and passes items on in plan order. `slice` decodes and converts, `quantize`
 makes the stored form (and behind a layer's last item what its device needs of it, a span "post-process" of its own),
-`publish` tells the residency table. Between the stages nothing is buffered, so at most one wide
-item is in each of them; what bounds the rest is the window, whose items are released as soon as their bytes are used.
+`publish` tells the residency table. Between the stages nothing is buffered, so at most one wide item (or a batch of
+small views, see streaming.batches) is in each of them; what bounds the rest is the window, whose items are released as
+soon as their bytes are used.
 Why it cannot deadlock: pieces are read, and window space is granted, in plan order; every stage handles items in plan
 order; so the earliest item that is not published never waits for a later one.
 
@@ -18,10 +19,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -31,6 +32,7 @@ from anyio.abc import ObjectReceiveStream, ObjectSendStream
 from layers.parallel import Group, SingleGroup
 from streaming.accounts import Accounts
 from streaming.arrivals import Arrivals
+from streaming.batches import batches
 from streaming.cut_storing import CutArrivals, Maximum, store_part
 from streaming.device import Device
 from streaming.errors import LayerLoadError, RankError, StreamClosedError, StreamingError
@@ -46,7 +48,6 @@ from streaming.trace import Tracer
 from streaming.weight_checks import WeightChecks
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ class _Work:
     item: LoadItem
     wide: torch.Tensor | None = None
     moment: Any = None
+
+
+_Batch = tuple[_Work, ...]  # of one layer
 
 
 @dataclass
@@ -103,8 +107,8 @@ class Pipeline:
 
     async def _run_stages(self) -> None:
         read_send, read_receive = anyio.create_memory_object_stream[LoadItem](len(self.plan.items) + 1)
-        wide_send, wide_receive = anyio.create_memory_object_stream[_Work](0)
-        kept_send, kept_receive = anyio.create_memory_object_stream[_Work](0)
+        wide_send, wide_receive = anyio.create_memory_object_stream[_Batch](0)
+        kept_send, kept_receive = anyio.create_memory_object_stream[_Batch](0)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._collect, read_send)
             tasks.start_soon(self._slice, read_receive, wide_send)
@@ -144,15 +148,15 @@ class Pipeline:
 
     # --- slice and quantize
 
-    async def _slice(self, receive: ObjectReceiveStream[LoadItem], send: ObjectSendStream[_Work]) -> None:
+    async def _slice(self, receive: ObjectReceiveStream[LoadItem], send: ObjectSendStream[_Batch]) -> None:
         async with receive, send:
-            async for item in receive:
+            async for items in batches(receive):
                 try:
-                    self.residency.reserve(item.layer)
+                    self.residency.reserve(items[0].layer)
                 except Exception as error:  # a callback's
-                    raise _failure(item, "slice", error) from error
-                self.residency.mark(item.layer, "slice")
-                await send.send(await self._worker(item, "slice", self._slice_now))
+                    raise _failure(items[0], "slice", error) from error
+                self.residency.mark(items[0].layer, "slice")
+                await send.send(await self._worker(items, "slice", self._slice_now))
 
     def _slice_now(self, item: LoadItem) -> _Work:
         log_item(item, topology=self.plan.topology)
@@ -183,20 +187,30 @@ class Pipeline:
             return None
         return place_of_rows(item, self.device.stored[item.param.name])
 
-    async def _quantize(self, receive: ObjectReceiveStream[_Work], send: ObjectSendStream[_Work]) -> None:
+    async def _quantize(self, receive: ObjectReceiveStream[_Batch], send: ObjectSendStream[_Batch]) -> None:
         async with receive, send:
-            async for work in receive:
-                if work.wide is not None:
-                    self.residency.mark(work.item.layer, "quantize")
-                    work = await self._worker(work.item, "quantize", partial(self._quantize_now, work))
-                    if work.item.is_staged:
-                        self._release()
-                self._passed(work.item, "quantize")
-                layer = self._last.get(work.item.index)
+            async for batch in receive:
+                done = await self._quantized(batch)
+                for work in done:
+                    self._passed(work.item, "quantize")
+                last = done[-1].item
+                layer = self._last.get(last.index)
                 if layer is not None and self.processing.due(layer.spec):
                     self.residency.mark(layer.name, "post-process")
-                    work = await self._worker(work.item, "post-process", partial(self._process_now, layer))
-                await send.send(work)
+                    (processed,) = await self._worker((last,), "post-process", partial(self._process_now, layer))
+                    done = (*done[:-1], processed)
+                await send.send(done)
+
+    async def _quantized(self, batch: _Batch) -> _Batch:
+        wide = {work.item.index: work for work in batch if work.wide is not None}
+        if not wide:
+            return batch
+        items = [work.item for work in wide.values()]
+        self.residency.mark(items[0].layer, "quantize")
+        made = await self._worker(items, "quantize", lambda item: self._quantize_now(wide[item.index], item))
+        self._release(sum(item.is_staged for item in items))
+        by_index = {work.item.index: work for work in made}
+        return tuple(by_index.get(work.item.index, work) for work in batch)
 
     def _quantize_now(self, work: _Work, item: LoadItem) -> _Work:
         assert work.wide is not None
@@ -219,23 +233,27 @@ class Pipeline:
             self.processing.process(self.device.stored, layer.spec)
         return _Work(item, None, self.device.moment())
 
-    def _release(self) -> None:
-        self._released += 1
-        self.reader.release(self._released)
+    def _release(self, count: int) -> None:
+        self._released += count
+        if count:
+            self.reader.release(self._released)
 
     # --- publish
 
-    async def _publish(self, receive: ObjectReceiveStream[_Work]) -> None:
+    async def _publish(self, receive: ObjectReceiveStream[_Batch]) -> None:
         async with receive:
-            async for work in receive:
-                item = work.item
-                if self.check_weights:
-                    self._judge(item)
-                self._publish_now(work)
-                if not self.check_weights:
-                    self._judge(item)
-                self.residency.mark(item.layer, "read")
-                self._passed(item, "publish")
+            async for batch in receive:
+                for work in batch:
+                    self._publish_one(work)
+                self.residency.mark(batch[0].item.layer, "read")
+
+    def _publish_one(self, work: _Work) -> None:
+        if self.check_weights:
+            self._judge(work.item)
+        self._publish_now(work)
+        if not self.check_weights:
+            self._judge(work.item)
+        self._passed(work.item, "publish")
 
     def _publish_now(self, work: _Work) -> None:
         item = work.item
@@ -270,21 +288,30 @@ class Pipeline:
 
     # --- workers
 
-    async def _worker(self, item: LoadItem, stage: str, work: Callable[[LoadItem], T]) -> T:
+    async def _worker(
+        self, items: Sequence[LoadItem], stage: str, work: Callable[[LoadItem], _Work]
+    ) -> tuple[_Work, ...]:
+        return await anyio.to_thread.run_sync(self._in_worker, work, items, stage)
+
+    def _in_worker(self, work: Callable[[LoadItem], _Work], items: Sequence[LoadItem], stage: str) -> tuple[_Work, ...]:
+        self.workers.add(threading.current_thread())
+        torch.set_num_threads(self.threads)  # thread-local, as is the next: both belong into the worker
+        with torch.inference_mode():
+            done: list[_Work] = []
+            for item in items:
+                if done and self.residency.error is not None:  # the end has come in the middle of a batch
+                    raise self.residency.error
+                done.append(self._work_on(item, stage, work))
+            return tuple(done)
+
+    def _work_on(self, item: LoadItem, stage: str, work: Callable[[LoadItem], _Work]) -> _Work:
+        begin = time.monotonic()
         try:
-            return await anyio.to_thread.run_sync(self._in_worker, work, item, stage)
+            return work(item)
         except (RankError, StreamClosedError):  # of another rank, or of the end: not this item's
             raise
         except Exception as error:
             raise _failure(item, stage, error) from error
-
-    def _in_worker(self, work: Callable[[LoadItem], T], item: LoadItem, stage: str) -> T:
-        begin = time.monotonic()
-        self.workers.add(threading.current_thread())
-        torch.set_num_threads(self.threads)  # thread-local, as is the next: both belong into the worker
-        try:
-            with torch.inference_mode():
-                return work(item)
         finally:
             self._spend(item, stage, time.monotonic() - begin)
 
