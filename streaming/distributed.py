@@ -10,6 +10,7 @@ and on one group they would be taken for each other.
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -22,6 +23,7 @@ from torch.distributed import AllreduceOptions, BroadcastOptions, ProcessGroupGl
 
 from layers.parallel import Group, Groups, SingleGroup
 from layers.topology import Topology
+from streaming.ranks.waits import Meter
 
 Blame = Callable[[str, tuple[int, ...], Exception], BaseException]
 """The error to raise in place of a collective's own: given what was being done, by which ranks, and that error."""
@@ -72,6 +74,7 @@ class DistributedGroup:
     ranks: tuple[int, ...]
     rank: int
     blame: Blame
+    meter: Meter | None = None  # told of each collective of all ranks
 
     @property
     def size(self) -> int:
@@ -160,10 +163,13 @@ class DistributedGroup:
 
     def _wait(self, words: str, begin: Callable[[], Any], *, on: tuple[int, ...] | None = None) -> None:
         """`on`: the ranks that are waited for, where not for all."""
+        begin_s = time.monotonic()
         try:
             begin().wait()
         except RuntimeError as error:  # torch's DistBackendError is one; gloo's own are nothing finer
             raise self.blame(words, on or self.ranks, error) from error
+        if self.meter is not None and on is None:
+            self.meter.note(begin_s)
 
 
 def _as_bytes(x: torch.Tensor) -> torch.Tensor:
@@ -194,16 +200,24 @@ class ProcessGroups:
 
 
 def join_groups(
-    store: Store, topology: Topology, *, device: torch.device, timeout_s: float, blame: Blame
+    store: Store,
+    topology: Topology,
+    *,
+    device: torch.device,
+    timeout_s: float,
+    blame: Blame,
+    meter_of: Callable[[tuple[int, ...]], Meter] | None = None,
 ) -> ProcessGroups:
     """Meet the other ranks; returns when all of them are there. To be entered by every rank of the world, at one time.
 
-    `timeout_s`: how long this, and any collective, waits for a rank before it fails.
+    `timeout_s`: how long this, and any collective, waits for a rank before it fails. `meter_of` makes, of the ranks of
+    a group of the forward's, what is told of its collectives.
     """
     join = _Joining(store, topology, device, timeout_s, blame)
-    tensor = join.group("tensor", topology.tensor_ranks)
+    forward = replace(join, meter_of=meter_of)
+    tensor = forward.group("tensor", topology.tensor_ranks)
     same = topology.expert_ranks == topology.tensor_ranks
-    expert = tensor if same else join.group("expert", topology.expert_ranks)
+    expert = tensor if same else forward.group("expert", topology.expert_ranks)
     maxima = join.group("maxima", topology.tensor_ranks)
     reads = replace(join, device=torch.device("cpu")).group("reads", topology.tensor_ranks)
     crosses = topology.pipeline > 1 or topology.replicas > 1
@@ -219,6 +233,7 @@ class _Joining:
     device: torch.device
     timeout_s: float
     blame: Blame
+    meter_of: Callable[[tuple[int, ...]], Meter] | None = None
 
     def group(self, name: str, ranks: tuple[int, ...]) -> DistributedGroup | SingleGroup:
         if len(ranks) == 1:
@@ -230,7 +245,7 @@ class _Joining:
             made = make(store, own, len(ranks))
         except RuntimeError as error:
             raise self.blame(f"joining the {name} group", ranks, error) from error
-        return DistributedGroup(made, ranks, own, self.blame)
+        return DistributedGroup(made, ranks, own, self.blame, None if self.meter_of is None else self.meter_of(ranks))
 
     def _gloo(self, store: PrefixStore, rank: int, size: int) -> Any:
         gloo: Any = ProcessGroupGloo  # its type stub leaves out the options

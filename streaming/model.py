@@ -244,6 +244,7 @@ class StreamedModel:
 
     def stats(self) -> Summary:
         """What is known now: times, bytes, memory, and the last generation's tokens."""
+        self._book_waits()
         clock, timing = self.clock, self._timing
         first = timing.first_token_s or None
         seconds = lane_seconds(self.tracer.spans())
@@ -287,6 +288,11 @@ class StreamedModel:
             finish_reason=last.finish_reason if last else None,
             warnings=tuple(self.warnings),
         )
+
+    def _book_waits(self) -> None:
+        """Waits for other ranks that nobody leased a layer for: to meet them, and in the sums of a step."""
+        for name, wait in () if self.runner.lead is None else self.runner.lead.waits():
+            self.residency.book(wait.layer, name, begin_s=wait.begin_s, end_s=wait.end_s)
 
     def _first_forward(self) -> float | None:
         return min((span.start_s for span in self.tracer.spans() if span.lane == "forward"), default=None)

@@ -118,9 +118,13 @@ class LoadOptions:
                 f"--read-sharing {self.read_sharing} is between ranks that share each layer: give a "
                 "--tensor-parallel-size of at least 2"
             )
-        if type(self.rank_timeout) not in (int, float) or not 0 < self.rank_timeout < float("inf"):
-            raise OptionError(f"--rank-timeout {self.rank_timeout!r}: seconds are needed, more than 0")
-        _ = self.topology()
+        if type(self.rank_timeout) not in (int, float) or not 0 < self.rank_timeout <= LONGEST_RANK_TIMEOUT_S:
+            raise OptionError(
+                f"--rank-timeout {self.rank_timeout!r}: seconds are needed, more than 0 and at most "
+                f"{LONGEST_RANK_TIMEOUT_S:,} (a week)"
+            )
+        if self.topology().expert == 1 and self.expert_map is not None:
+            raise OptionError("--expert-map is for ranks that share the experts: give an --expert-parallel-size too")
 
     def topology(self, rank: int = 0) -> Topology:
         """The ranks that share the model, seen from one of them. Raises OptionError for sizes that make no mesh."""

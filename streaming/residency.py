@@ -183,11 +183,15 @@ class Residency:
             self._stalled(layer, stage, begin)
 
     def _stalled(self, layer: str, stage: str, begin: float) -> None:
-        """Book the time since `begin` on the stage in which the layer was, as a span of the trace."""
+        """Book the time since `begin` on the stage in which the layer was."""
         now = time.monotonic()
         if now - begin > _SHORTEST_STALL_S:
-            self.stalls[stage] = self.stalls.get(stage, 0.0) + now - begin
-            self._tracer.add("stall", stage, start_s=begin, end_s=now, layer=layer)
+            self.book(layer, stage, begin_s=begin, end_s=now)
+
+    def book(self, layer: str, stage: str, *, begin_s: float, end_s: float) -> None:
+        """The forward pass has waited for a stage, or for another rank: counted, and a span of the trace."""
+        self.stalls[stage] = self.stalls.get(stage, 0.0) + end_s - begin_s
+        self._tracer.add("stall", stage, start_s=begin_s, end_s=end_s, layer=layer)
 
     def _raise_if_closed(self, layer: str) -> None:
         if isinstance(self._error, StreamClosedError):

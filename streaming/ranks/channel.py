@@ -17,6 +17,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -169,17 +170,26 @@ class Link:
             finally:
                 self._sending.release()
 
-    def receive(self, *, longest: int = LONGEST_LINE) -> Message | None:
-        """The next message; None at the end of the channel. Raises OSError, ChannelError."""
+    def receive(self, *, longest: int = LONGEST_LINE, within_s: float | None = None) -> Message | None:
+        """The next message; None at the end of the channel. `within_s`: all of it, however slowly it drips; the time-out
+        of the connection is then to be set anew. Raises OSError, ChannelError."""
+        deadline = None if within_s is None else time.monotonic() + within_s
         while (end := self._rest.find(b"\n")) < 0:
             if len(self._rest) > longest:
                 raise ChannelError(f"a message of more than {longest} bytes")
+            if deadline is not None:
+                self._set_rest(deadline)
             if not (data := self._connection.recv(_CHUNK)):
                 return None
             self._rest += data
         line = bytes(self._rest[:end])
         del self._rest[: end + 1]
         return decoded(line)
+
+    def _set_rest(self, deadline: float) -> None:
+        if (rest := deadline - time.monotonic()) <= 0.0:
+            raise TimeoutError("half a message, and no more in time")
+        self.set_timeout(rest)
 
     def close(self) -> None:
         """End the connection; a `receive` in another thread sees its end."""

@@ -33,7 +33,10 @@ def _read(text: str) -> object:
 
 
 def _file_text(path: Path) -> str:
+    """Every rank reads it, and more than once: a pipe or a device will not do."""
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise OptionError(f"--expert-map {path}: is no regular file, which every rank could read")
         if path.stat().st_size > _LARGEST_FILE:
             raise OptionError(f"--expert-map {path}: is larger than any expert map")
         return path.read_text(encoding="utf-8")

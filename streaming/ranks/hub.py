@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _HELLO_S = 10.0  # for a stranger to say who it is
 _STRANGERS = 64  # connections at once that have not shown the token
+_AGAIN_S = 0.1  # until a connection can be taken again, where this process has no files or threads left
 _GRACE_S = 3.0  # between telling followers to end and killing them
 
 
@@ -78,7 +79,8 @@ class Hub:
         self._over = False  # closed, or failed: nothing that happens from now on is a failure
 
         self._failed, self._closing, self._ended = threading.Event(), threading.Event(), threading.Event()
-        self._strangers = threading.BoundedSemaphore(_STRANGERS)
+        self._strangers: dict[Link, None] = {}  # connections that have not shown the token, the oldest first
+        self._strangers_lock = threading.Lock()
         self._threads = [
             threading.Thread(target=work, name=f"ranks {name}", daemon=True)
             for name, work in (("accept", self._accept), ("watch", self._watch))
@@ -147,40 +149,54 @@ class Hub:
         while not self._ended.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            if not self._strangers.acquire(blocking=False):
-                connection.close()
-                continue
-            threading.Thread(target=self._serve, args=(connection,), name="ranks link", daemon=True).start()
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._admit(Link(connection, timeout_s=_HELLO_S))
+            except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+                logger.debug("a connection that cannot be taken: %s", error)
+                self._ended.wait(_AGAIN_S)
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _admit(self, link: Link) -> None:
+        """Listen to a stranger. Where there are too many, the oldest goes: a follower says at once who it is."""
+        with self._strangers_lock:
+            self._strangers[link] = None
+            oldest = next(iter(self._strangers)) if len(self._strangers) > _STRANGERS else None
+            if oldest is not None:
+                del self._strangers[oldest]
+        if oldest is not None:
+            oldest.close()
+        threading.Thread(target=self._serve, args=(link,), name="ranks link", daemon=True).start()
+
+    def _serve(self, link: Link) -> None:
         """A connection's thread: who is it, and then all that it says."""
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link = Link(connection, timeout_s=_HELLO_S)
         try:
             rank = self._welcome(link)
         except (OSError, ChannelError) as error:
             logger.debug("a connection that did not join: %s", error)
             rank = None
         finally:
-            self._strangers.release()
+            self._no_stranger(link)
         if rank is not None:
             self._listen(rank, link)
         link.close()
 
+    def _no_stranger(self, link: Link) -> None:
+        with self._strangers_lock:
+            self._strangers.pop(link, None)
+
     def _welcome(self, link: Link) -> int | None:
         """The rank that has joined; None for who may not. Raises OSError, ChannelError."""
-        hello = link.receive(longest=LONGEST_HELLO)
+        hello = link.receive(longest=LONGEST_HELLO, within_s=_HELLO_S)
         if hello is None or hello["kind"] != "hello":
             return None
         token, rank = hello.get("token"), hello.get("rank")
-        if not isinstance(token, str) or not hmac.compare_digest(token.encode(), self._token.encode()):
+        if not isinstance(token, str) or not hmac.compare_digest(_as_bytes(token), _as_bytes(self._token)):
             return None
+        self._no_stranger(link)
+        link.set_timeout(_HELLO_S)
         if (fault := self._fault(rank, hello.get("version"))) is not None:
             link.send({"kind": "refused", "message": fault})
-            if type(rank) is int:
-                self._fail(RankError(rank, fault))
+            if type(rank) is int and any(seat.link is None for seat in self._seats.values()):
+                self._fail(RankError(rank, fault))  # it stands where one is missing; else it is one too many, no more
             return None
         assert isinstance(rank, int)
         return rank if self._seat(rank, link) else None
@@ -381,6 +397,10 @@ class Hub:
         if error is not None:
             self.abort(error)
         self.close()
+
+
+def _as_bytes(token: str) -> bytes:
+    return token.encode(errors="surrogatepass")  # JSON can say half a character
 
 
 def _ending(status: int) -> str:

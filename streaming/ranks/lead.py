@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from streaming.ranks.agreement import Agreement
 from streaming.ranks.channel import HubChannel, Message, Progress, beat_s
 from streaming.ranks.report import REPORT, WARNING, RankReport
 from streaming.ranks.steps import PACK, NewCache, Step, own_tokens, part_of
+from streaming.ranks.waits import LONG_S, WAITED, Meter, Wait, Waits
 from streaming.residency import Residency
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class Lead:
         self._dropped: deque[int] = deque()
         self._next = count()
         self._here: set[int] = set()
+        self._last_here = 0
+        self._met: tuple[float, float] | None = None  # when rank 0 began to wait for the others, and had met them
+        self._waits = Waits()
         self._reports: dict[int, RankReport] = {}
         self._joined = threading.Event()
         self._stuck: dict[int, Message] = {}  # ranks whose collective broke
@@ -66,19 +70,33 @@ class Lead:
         self.hub.on_failure(lambda error: self._joined.set())
         self.hub.on(STUCK, lambda rank, message: self._note_stuck(rank, message))
         self.hub.on(REPORT, self._note_report)
+        self.hub.on(WAITED, self._note_wait)
         self.hub.on(HERE, lambda rank, message: self._note_here(rank))
+        begin_s = time.monotonic()
         self._joined.wait()
+        self._met = (begin_s, time.monotonic())
         if self.hub.failure is not None:
             raise self.hub.failure
         timeout_s = self.hub.rank_timeout_s
         store = Store.serve(self._host, world=self.topology.world, timeout_s=timeout_s)
         self.hub.broadcast({"kind": GROUPS, "host": store.host, "port": store.port})
-        return join_groups(store, self.topology, device=device, timeout_s=timeout_s, blame=self.blame)
+        return join_groups(
+            store, self.topology, device=device, timeout_s=timeout_s, blame=self.blame,
+            meter_of=lambda ranks: Meter(ranks, self._waits.note_own, self._at),
+        )  # fmt: skip
 
     def _note_here(self, rank: int) -> None:
         self._here.add(rank)
         if len(self._here) == self.topology.world - 1:
+            self._last_here = rank
             self._joined.set()
+
+    def waits(self) -> Iterator[tuple[str, Wait]]:
+        """Rank 0's long waits for others since the last call, each with who was waited for: to meet, and in steps."""
+        met, self._met = self._met, None
+        if met is not None and met[1] - met[0] >= LONG_S:
+            yield f"rank {self._last_here}", Wait((), 0, *met)
+        yield from self._waits.settle()
 
     def bind(self, residency: Residency, fail: Callable[[BaseException], None]) -> None:
         """Layers become ready in this table when all ranks have them; `fail(error)` is called once if a rank fails."""
@@ -108,6 +126,10 @@ class Lead:
 
     def _note_report(self, rank: int, message: Message) -> None:
         self._reports[rank] = RankReport.of(message)
+
+    def _note_wait(self, rank: int, message: Message) -> None:
+        ranks = tuple(int(one) for one in message["ranks"])
+        self._waits.note_other(rank, ranks, int(message["number"]), float(message["seconds"]))
 
     def load_failed(self, error: BaseException) -> None:
         """This rank cannot go on: the others end with its error."""

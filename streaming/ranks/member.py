@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,13 +14,14 @@ from layers.batch import make_batch
 from layers.kv_cache import KVCache
 from layers.topology import Topology
 from streaming.distributed import ProcessGroups, Store, join_groups
-from streaming.errors import StreamClosedError, WorkerError
+from streaming.errors import RankError, StreamClosedError, WorkerError
 from streaming.packing import pack_layers
 from streaming.ranks.agreement import AGREED, LOADED, PUBLISHED
 from streaming.ranks.channel import Message, Progress, SpokeChannel, beat_s
 from streaming.ranks.lead import GROUPS, HERE, STUCK, logits_rank
 from streaming.ranks.report import RankReport
 from streaming.ranks.steps import CACHE, PACK, STEP, NewCache, Step, own_tokens, part_of
+from streaming.ranks.waits import WAITED, Meter, Wait
 from streaming.residency import Residency
 
 if TYPE_CHECKING:
@@ -58,7 +60,17 @@ class Member:
             raise StreamClosedError("the run was closed before all ranks had met")
         timeout_s, world = self.spoke.rank_timeout_s, self.topology.world
         store = Store.connect(str(message["host"]), int(message["port"]), world=world, timeout_s=timeout_s)
-        return join_groups(store, self.topology, device=device, timeout_s=timeout_s, blame=self.blame)
+        return join_groups(
+            store, self.topology, device=device, timeout_s=timeout_s, blame=self.blame, meter_of=self._meter
+        )
+
+    def _meter(self, ranks: tuple[int, ...]) -> Meter:
+        return Meter(ranks, self._tell_wait)
+
+    def _tell_wait(self, wait: Wait) -> None:
+        said = {"kind": WAITED, "ranks": list(wait.ranks), "number": wait.number, "seconds": wait.seconds}
+        with contextlib.suppress(RankError, StreamClosedError):  # the run has ended meanwhile
+            self.spoke.send(said)
 
     def _on_close(self, end: Callable[[], None]) -> None:
         """Call `end` when rank 0 closes the run, which it may have done already."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from streaming.errors import OptionError
+from streaming.errors import OptionError, WorkerError
 from streaming.options import LoadOptions
 from streaming.ranks.channel import Message
 from streaming.sources import Source
@@ -31,12 +31,15 @@ def open_message(model: str, options: LoadOptions) -> Message:
 
 
 def opened(message: Message) -> tuple[str, LoadOptions]:
-    """The model and the options. Raises OptionError as LoadOptions does."""
-    values = dict(message["options"])
-    sources = tuple(
-        Source(**source | {"patterns": tuple(source["patterns"])}) for source in values.pop("sources")
-    )  # fmt: skip
-    return message["model"], LoadOptions(**values, sources=sources)
+    """The model and the options. Raises OptionError as LoadOptions does, WorkerError for a message of something else."""
+    try:
+        values = dict(message["options"])
+        sources = tuple(
+            Source(**source | {"patterns": tuple(source["patterns"])}) for source in values.pop("sources")
+        )  # fmt: skip
+        return str(message["model"]), LoadOptions(**values, sources=sources)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise WorkerError(f"rank 0 sent a model and options that cannot be understood ({error!r})") from None
 
 
 def _plain(value: object) -> object:

@@ -22,6 +22,7 @@ from streaming.ranks.version import channel_version
 
 _AGAIN_S = 0.1  # between attempts to reach rank 0
 _ENDED = "rank 0: the process has ended"
+_NOT_RANK_0 = "who listens there is not rank 0 of this run"
 _GRACE_S = 3.0  # for rank 0 to say that it has heard
 _LEAVE_S = 1.0  # for this process to end in its own way
 
@@ -56,17 +57,21 @@ def _join(host: str, port: int, *, rank: int, token: str, timeout_s: float) -> S
     if answer is None or answer["kind"] != "welcome":
         link.close()
         raise _no_welcome(answer, rank)
-    rank_timeout_s = float(answer["rank_timeout_s"])
-    link.set_timeout(rank_timeout_s)
-    return Spoke(link, rank=rank, world=int(answer["world"]), rank_timeout_s=rank_timeout_s)
+    try:
+        world, rank_timeout_s = int(answer["world"]), float(answer["rank_timeout_s"])
+        link.set_timeout(rank_timeout_s)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        link.close()
+        raise ChannelError(_NOT_RANK_0) from None
+    return Spoke(link, rank=rank, world=world, rank_timeout_s=rank_timeout_s)
 
 
 def _no_welcome(answer: Message | None, rank: int) -> RankError | ChannelError:
     if answer is not None and answer["kind"] == "refused":
         return RankError(rank, f"rank 0 does not take it: {answer.get('message')}")
-    if answer is not None and answer["kind"] == "abort":
+    if answer is not None and answer["kind"] == "abort" and type(answer.get("rank")) is int:
         return rank_error(answer)
-    return ChannelError("who listens there is not rank 0 of this run")
+    return ChannelError(_NOT_RANK_0)
 
 
 def say(rank: int, words: str) -> None:

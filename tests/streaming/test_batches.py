@@ -1,4 +1,4 @@
-"""Small items that have landed are taken together: of one layer, up to a limit, only what needs no memory on its way."""
+"""Small items that have landed are taken together: of one layer, up to a limit, only what needs no memory of its own."""
 
 from __future__ import annotations
 
