@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import operator
 import threading
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -22,6 +23,7 @@ import anyio.to_thread
 from layers.decoder import DecoderModel, build_shell
 from layers.kv_cache import KVCache, cache_room_nbytes, kv_cache_nbytes
 from layers.kv_codec import Room
+from layers.model_config import ModelConfig
 from layers.parallel import SingleGroup
 from layers.rank_config import local_config
 from layers.topology import Topology
@@ -84,7 +86,8 @@ class StreamedModel:
     _timing: Timing = field(default_factory=Timing)
     _completions: list[Completion] = field(default_factory=list)
     _begun: int = 0  # how many completions there were when the last generation began
-    _cache_nbytes: int = 0
+    _caches: weakref.WeakSet[KVCache] = field(default_factory=weakref.WeakSet)  # that are in use
+    _cache_nbytes: int = 0  # the most that they came to, in the last generation
     _room: Room | None = None  # what all caches decode into, one after the other
     _room_nbytes: int = 0  # the most that it may have come to: it is kept
     _first_token: tuple[float, int] | None = None  # when the first of all was there, and bytes of rows fetched by then
@@ -205,35 +208,43 @@ class StreamedModel:
 
     def new_cache(self, max_tokens: int) -> KVCache:
         """A KV cache for so many tokens, admitted before it is allocated. Raises BudgetError beyond the limit."""
-        dtype, kept = self.prepared.dtype, self.prepared.options.kv_cache_dtype
-        config = local_config(self.prepared.config, self.runner.topology)
-        tokens = min(max_tokens, self.context_length)
-        budget = self.prepared.budget
-        room = cache_room_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=kept)
-        more = max(0, room - self._room_nbytes)
-        self._cache_nbytes += kv_cache_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=kept) + more
-        self._room_nbytes += more
-        needed = budget.peak_nbytes - budget.cache_nbytes + self._cache_nbytes
+        tokens, lead = min(max_tokens, self.context_length), self.runner.lead
+        config, scales = self._cache_of()
+        self._admit(config, tokens)
+        device, kept = self.runner.device.torch_device, self.prepared.options.kv_cache_dtype
+        self._room = self._room or Room(device)
+        cache = KVCache(
+            config, max_tokens=tokens, dtype=self.prepared.dtype, device=str(device), cache_dtype=kept,
+            scales=scales_on_device(scales, cache_dtype=kept, config=config, fnuz=self.features.fnuz),
+            room=self._room, fnuz=self.features.fnuz,
+        )  # fmt: skip
+        self._caches.add(cache)
+        if lead is not None:
+            lead.new_cache(cache, max_tokens=tokens)
+        return cache
+
+    def _cache_of(self) -> tuple[ModelConfig, KVScales | None]:
+        """The configuration that a cache made now is sized by, and its scales: of the layers of this rank's stage, or
+        of none where another replica computes the sequence and rank 0 only counts its tokens."""
+        config, scales, lead = self.prepared.config, self.prepared.kv_scales, self.runner.lead
+        if lead is not None and not lead.computes_next_cache():
+            return replace(local_config(config, self.runner.topology), num_layers=0), None
+        stage = slice(*self.runner.topology.layers_of_stage(config.num_layers))
+        return local_config(config, self.runner.topology), None if scales is None else scales[stage]
+
+    def _admit(self, config: ModelConfig, tokens: int) -> None:
+        """Count a cache with those that are there. Raises BudgetError beyond the limit."""
+        dtype, kept, budget = self.prepared.dtype, self.prepared.options.kv_cache_dtype, self.prepared.budget
+        room = max(self._room_nbytes, cache_room_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=kept))
+        own = kv_cache_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=kept)
+        held = sum(cache.nbytes for cache in self._caches) + own + room
+        needed = budget.peak_nbytes - budget.cache_nbytes + held
         if budget.limit_nbytes is not None and needed > budget.limit_nbytes:
             raise BudgetError(
                 f"--memory {format_size(budget.limit_nbytes)} is too small for a cache of {tokens} tokens: "
                 f"{format_size(needed)} are needed; ask for fewer tokens or prompts"
             )
-        device = self.runner.device.torch_device
-        self._room = self._room or Room(device)
-        cache = KVCache(
-            config, max_tokens=tokens, dtype=dtype, device=str(device), cache_dtype=kept,
-            scales=scales_on_device(self._own_scales(), cache_dtype=kept, config=config, fnuz=self.features.fnuz),
-            room=self._room, fnuz=self.features.fnuz,
-        )  # fmt: skip
-        if self.runner.lead is not None:
-            self.runner.lead.new_cache(cache, max_tokens=tokens)
-        return cache
-
-    def _own_scales(self) -> KVScales | None:
-        """Those of the layers that this rank's stage has."""
-        scales, layers = self.prepared.kv_scales, self.prepared.config.num_layers
-        return None if scales is None else scales[slice(*self.runner.topology.layers_of_stage(layers))]
+        self._room_nbytes, self._cache_nbytes = room, max(self._cache_nbytes, held)
 
     def fail(self, error: BaseException) -> None:
         """Another rank has failed: whoever waits gets its error, or the end of `run_model`'s block."""

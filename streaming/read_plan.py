@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from streaming.errors import BudgetError
 from streaming.open_files import FileState
@@ -37,8 +37,7 @@ class Region(IntEnum):
     MAPPED = 2  # none: the bytes stay in their file, which is mapped (see streaming.kept_maps)
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):  # there may be a hundred thousand: cheaper to make than a dataclass
     """One read: nbytes at file_offset of a file, to dest in a region, once `released` window items are released.
 
     A *strided* piece is `nbytes / run_nbytes` runs of run_nbytes each, the first at file_offset and each stride_nbytes

@@ -171,8 +171,8 @@ class Link:
                 self._sending.release()
 
     def receive(self, *, longest: int = LONGEST_LINE, within_s: float | None = None) -> Message | None:
-        """The next message; None at the end of the channel. `within_s`: all of it, however slowly it drips; the time-out
-        of the connection is then to be set anew. Raises OSError, ChannelError."""
+        """The next message; None at the end of the channel. `within_s`: all of it, however slowly it drips; then the
+        connection's time-out is to be set anew. Raises OSError, ChannelError."""
         deadline = None if within_s is None else time.monotonic() + within_s
         while (end := self._rest.find(b"\n")) < 0:
             if len(self._rest) > longest:

@@ -243,7 +243,7 @@ class Hub:
         elif kind == "progress":
             where = (str(message.get(name) or "") for name in ("layer", "stage", "tensor"))
             self._seats[rank].progress = Progress(*where)
-        if kind not in ("alive", "failed"):
+        elif kind != "alive":
             self._call(rank, message)
 
     def _call(self, rank: int, message: Message) -> None:

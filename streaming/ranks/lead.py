@@ -8,7 +8,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,7 +41,7 @@ class Lead:
         self._agreement = Agreement(hub, topology)
         self._numbers: weakref.WeakKeyDictionary[KVCache, int] = weakref.WeakKeyDictionary()
         self._dropped: deque[int] = deque()
-        self._next = count()
+        self._next = 0  # cache's number
         self._here: set[int] = set()
         self._last_here = 0
         self._met: tuple[float, float] | None = None  # when rank 0 began to wait for the others, and had met them
@@ -140,9 +139,18 @@ class Lead:
 
     def new_cache(self, cache: KVCache, *, max_tokens: int) -> None:
         """A cache has been made here: the others make theirs, and give it up when this one is gone."""
-        number = self._numbers[cache] = next(self._next)
-        weakref.finalize(cache, self._dropped.append, number)  # told with the next step: a collection may come anywhere
-        self.hub.broadcast(NewCache(number, max_tokens).message())
+        number = self._numbers[cache] = self._next
+        self._next += 1
+        weakref.finalize(cache, self._dropped.append, number)  # told with what comes next: it may be anywhere
+        self.hub.broadcast(NewCache(number, max_tokens, self._given_up()).message())
+
+    def computes_next_cache(self) -> bool:
+        """Whether the sequence of the next cache that is made is of rank 0's own replica."""
+        return self._next % self.topology.replicas == self.topology.replica
+
+    def _given_up(self) -> tuple[int, ...]:
+        """Caches that are gone here since the others were told last."""
+        return tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
 
     def pack(self) -> None:
         """The others make the packed copies of their weights."""
@@ -172,12 +180,11 @@ class Lead:
         if any(cache not in self._numbers for cache in caches):
             raise WorkerError("a KV cache of a run on several ranks must be made by the model's `new_cache`")
         ids = batch.token_ids.tolist()
-        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         return Step(
             tokens=tuple(tuple(ids[sequence.start : sequence.stop]) for sequence in batch.sequences),
             caches=tuple(self._numbers[cache] for cache in caches),
             lengths=tuple(cache.length for cache in caches),
-            rows=tuple(rows), table=table, packed=packed, dropped=tuple(dropped),
+            rows=tuple(rows), table=table, packed=packed, dropped=self._given_up(),
         )  # fmt: skip
 
     def _carry_out(self, runner: ModelRunner, step: Step, batch: Batch, stop: Callable[[], None]) -> torch.Tensor:

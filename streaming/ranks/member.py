@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -140,6 +140,7 @@ class Member:
         match message["kind"]:
             case "cache":
                 asked = NewCache.of(message)
+                self._give_up(asked.dropped)
                 if asked.number % self.topology.replicas == self.topology.replica:
                     self._caches[asked.number] = model.new_cache(asked.max_tokens)
             case "pack":
@@ -150,8 +151,7 @@ class Member:
                     self._tell(model.report())
 
     def _step(self, step: Step, runner: ModelRunner, stop: Callable[[], None]) -> None:
-        for number in step.dropped:
-            self._caches.pop(number, None)
+        self._give_up(step.dropped)
         part = part_of(step, replica=self.topology.replica, replicas=self.topology.replicas)
         caches = [self._cache(step.caches[at], step.lengths[at]) for at in part.sequences]
         new = list(zip(own_tokens(step, part), caches, strict=True))
@@ -159,6 +159,10 @@ class Member:
         logits = runner.run(batch, part.rows, stop=stop, packed=step.packed, table=step.table)
         if logits is not None and part.rows and self.topology.rank == logits_rank(self.topology, self.topology.replica):
             runner.peers.send(logits, to=0)
+
+    def _give_up(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._caches.pop(number, None)
 
     def _cache(self, number: int, length: int) -> KVCache:
         if number not in self._caches:

@@ -31,7 +31,7 @@ def open_message(model: str, options: LoadOptions) -> Message:
 
 
 def opened(message: Message) -> tuple[str, LoadOptions]:
-    """The model and the options. Raises OptionError as LoadOptions does, WorkerError for a message of something else."""
+    """The model and the options. Raises OptionError as LoadOptions does, WorkerError for another message."""
     try:
         values = dict(message["options"])
         sources = tuple(

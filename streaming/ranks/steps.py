@@ -18,19 +18,21 @@ CACHE, STEP, PACK = "cache", "step", "pack"  # kinds of messages; a follower han
 
 @dataclass(frozen=True)
 class NewCache:
-    """A cache for so many tokens, to be made by every rank whose replica the sequence is of."""
+    """A cache for so many tokens, to be made by every rank whose replica the sequence is of. dropped: caches that are
+    no longer needed, given up before this one is made."""
 
     number: int
     max_tokens: int
+    dropped: tuple[int, ...] = ()
 
     def message(self) -> Message:
         """As it travels."""
-        return {"kind": CACHE, "number": self.number, "max_tokens": self.max_tokens}
+        return {"kind": CACHE, "number": self.number, "max_tokens": self.max_tokens, "dropped": self.dropped}
 
     @classmethod
     def of(cls, message: Message) -> NewCache:
         """What a message says."""
-        return cls(int(message["number"]), int(message["max_tokens"]))
+        return cls(int(message["number"]), int(message["max_tokens"]), tuple(map(int, message["dropped"])))
 
 
 @dataclass(frozen=True)

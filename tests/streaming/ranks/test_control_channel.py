@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import json
-import queue
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from streaming.errors import RankError, StreamClosedError
 from streaming.ranks.channel import ChannelError, Handlers, Link, Message, Progress, decoded, rank_error
 from streaming.ranks.hub import Hub, open_hub
+from streaming.ranks.spoke import connect
 from streaming.ranks.version import channel_version
-from tests.streaming.waiting import SOON_S, in_background
+from tests.streaming.waiting import SOON_S, in_background, until
 
 TOKEN = "a-secret"
 
@@ -62,17 +66,24 @@ def test_messages_reach_their_handler_with_the_rank_and_wait_for_it(hub: Hub) ->
     with connected(hub, hello(1)) as link:
         link.send({"kind": "published", "layer": "embed"})
         link.send({"kind": "progress", "layer": "layers.0", "stage": "read", "tensor": "q"})
-        progress: queue.SimpleQueue[int] = queue.SimpleQueue()
-        hub.on("progress", lambda rank, message: progress.put(rank))
-        assert progress.get(timeout=SOON_S) == 1
-        assert hub.progress == {1: Progress("layers.0", "read", "q")}
+        until(lambda: hub.progress == {1: Progress("layers.0", "read", "q")})
         got: list[tuple[int, object]] = []
         hub.on("published", lambda rank, message: got.append((rank, message["layer"])))  # kept until now
         assert got == [(1, "embed")]
+        late: list[int] = []
+        hub.on("progress", lambda rank, message: late.append(rank))
+        assert late == []  # looked at, and not kept: there is one for each weight and stage
 
 
 def test_a_wrong_token_does_not_join_and_does_no_harm(hub: Hub) -> None:
-    for wrong in (hello(1, token="guess"), hello(1, token=7), {"kind": "step"}, b"GET / HTTP/1.1\r\n\r\n", b"x" * 9000):
+    for wrong in (
+        hello(1, token="guess"),
+        hello(1, token=7),
+        hello(1, token="\ud800"),
+        {"kind": "step"},
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"x" * 9000,
+    ):
         with connected(hub, wrong) as link, contextlib.suppress(ConnectionError):
             assert link.receive() is None
     with connected(hub, hello(1)) as link:
@@ -102,6 +113,70 @@ def test_a_rank_joins_once(hub: Hub) -> None:
         with connected(hub, hello(1)) as second:
             assert next_of(second, "refused")["message"] == "has joined twice"
         assert str(hub.wait_failure(SOON_S)) == "rank 1: has joined twice"
+
+
+def test_where_all_have_joined_a_rank_too_many_is_refused_and_ends_nothing(hub: Hub) -> None:
+    with connected(hub, hello(1)) as first, connected(hub, hello(2)) as last:
+        next_of(first, "welcome")
+        next_of(last, "welcome")
+        for number, words in ((1, "has joined twice"), (3, "is none of the followers 1 to 2")):
+            with connected(hub, hello(number)) as another:
+                assert next_of(another, "refused")["message"] == words
+        hub.send(1, {"kind": "step"})
+        next_of(first, "step")
+        assert hub.failure is None
+
+
+def test_silent_strangers_keep_no_follower_out(hub: Hub) -> None:
+    with contextlib.ExitStack() as strangers:
+        links = [strangers.enter_context(connected(hub, b'{"kind":')) for _ in range(65)]  # one more than are kept
+        with contextlib.suppress(ConnectionError):
+            assert links[0].receive() is None  # the oldest has gone
+        with connected(hub, hello(1)) as link:
+            next_of(link, "welcome")
+
+
+def test_a_message_that_drips_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dripping:
+        settimeout = recv = staticmethod(lambda number: b" ")  # a byte a second
+
+    monkeypatch.setattr("streaming.ranks.channel.time", SimpleNamespace(monotonic=itertools.count().__next__))
+    with pytest.raises(TimeoutError, match="half a message"):
+        Link(cast("socket.socket", Dripping()), timeout_s=10.0).receive(within_s=10.0)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"{}\n", b'{"kind": "welcome"}\n', b'{"kind": "welcome", "world": 2, "rank_timeout_s": 1e300}\n',
+               b'{"kind": "abort"}\n', b"HTTP/1.1 400 Bad Request\r\n"],
+)  # fmt: skip
+def test_who_answers_nonsense_is_not_rank_0(answer: bytes) -> None:
+    def speak() -> None:
+        with listener.accept()[0] as connection:
+            connection.sendall(answer)
+            connection.recv(1 << 16)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        spoken = in_background(speak)
+        with pytest.raises(RankError, match=r"^rank 0: could not be joined at 127\.0\.0\.1 port"):
+            connect("127.0.0.1", listener.getsockname()[1], rank=1, token=TOKEN, timeout_s=SOON_S)
+        spoken.result(SOON_S)
+
+
+def test_a_hub_that_has_no_files_left_takes_followers_when_it_has_some_again(
+    monkeypatch: pytest.MonkeyPatch, hub: Hub
+) -> None:
+    accept, faults = socket.socket.accept, iter([OSError(errno.EMFILE, "Too many open files")])
+
+    def failing(listener: socket.socket) -> object:
+        for fault in faults:
+            raise fault
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    with connected(hub, hello(1)) as first, connected(hub, hello(2)) as second:  # the first ends the call that waits
+        next_of(first, "welcome")
+        next_of(second, "welcome")
+    assert next(faults, None) is None
 
 
 def test_the_first_failure_is_told_to_the_others_and_stays(hub: Hub) -> None:

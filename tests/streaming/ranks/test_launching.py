@@ -53,11 +53,20 @@ def test_options_make_the_mesh() -> None:
         ({"pipeline_parallel_size": True}, "--pipeline-parallel-size True: a whole number of at least 1 is needed"),
         ({"expert_placement": "spread"}, "--expert-placement 'spread' is not known: choose one of linear, round_robin"),
         ({"expert_map": "[[0],[1]]"}, "--expert-map: the expert map has 2 ranks, not the 1 of this run"),
+        (
+            {"expert_map": "[[0, 1]]"},
+            "--expert-map is for ranks that share the experts: give an --expert-parallel-size",
+        ),
+        ({"expert_map": "/dev/zero"}, "--expert-map /dev/zero: is no regular file, which every rank could read"),
         ({"expert_map": "{"}, "--expert-map {: No such file or directory"),
         ({"expert_map": "[0, 1]"}, "--expert-map: rank 0 has 0 where a list of expert numbers is needed"),
         ({"expert_map": [[0], [-1]]}, "--expert-map: rank 1 has -1, which is no expert's number"),
         ({"rank_timeout": 0}, "--rank-timeout 0: seconds are needed, more than 0"),
         ({"rank_timeout": float("nan")}, "--rank-timeout nan: seconds are needed, more than 0"),
+        (
+            {"rank_timeout": 1e300},
+            "--rank-timeout 1e+300: seconds are needed, more than 0 and at most 604,800 (a week)",
+        ),
         ({"rank_timeout": "60"}, "--rank-timeout '60': seconds are needed, more than 0"),
     ],
 )
@@ -80,6 +89,12 @@ def test_options_travel_as_json_and_come_back_the_same() -> None:
         memory="6GiB", seed=3, rank_timeout=2.5,
     )  # fmt: skip
     assert opened(decoded(encoded(open_message("a-model", options)).strip())) == ("a-model", options)
+
+
+@pytest.mark.parametrize("wrong", [{}, {"options": 3, "model": "m"}, {"options": {"sources": [], "nonsense": 1}}])
+def test_a_model_that_cannot_be_understood_is_rank_0s_fault_in_words(wrong: Mapping[str, Any]) -> None:
+    with pytest.raises(WorkerError, match=r"^rank 0 sent a model and options that cannot be understood"):
+        opened({"kind": "open", **wrong})
 
 
 def test_an_option_that_is_no_json_is_refused_by_name() -> None:

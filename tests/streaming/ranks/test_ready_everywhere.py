@@ -16,7 +16,10 @@ from streaming.errors import WorkerError
 from streaming.evaluate import prompt_logits
 from streaming.generate import Request
 from streaming.hooks import Hooks
+from streaming.options import LoadOptions
+from streaming.prepare import prepare
 from streaming.residency import LayerState, Residency
+from tests.streaming.ranks.test_steps_on_ranks import write_config
 from tests.streaming.ranks.threaded import open_ranked
 from tests.streaming.waiting import until
 
@@ -130,6 +133,25 @@ def test_caches_of_finished_requests_are_given_up_everywhere(four_layers: Path) 
             ranked.complete([IDS, IDS])
         until(lambda: len(ranked.lead._numbers) == 0)  # type: ignore[union-attr]
         assert len(ranked.lead._dropped) == 2  # of the last request: told with the next step
+
+
+def test_a_follower_gives_up_old_caches_before_it_makes_new_ones(four_layers: Path) -> None:
+    """Rank 1 has far fewer rows of the vocabulary: what its limit leaves it would hold a few caches more, not all."""
+    options: dict[str, Any] = {**TWO, "max_model_len": 128}
+    limit = prepare(str(four_layers), LoadOptions(dtype="float32", **options)).budget.peak_nbytes
+    with open_ranked(four_layers, memory=limit, **options) as ranked:
+        for _ in range(12):
+            job = ranked.model.submit([Request(IDS, SamplingParams(max_tokens=124, ignore_eos=True))], None)
+            job.next_result()
+            job.cancel()
+        assert len(ranked.complete([IDS])) == 1
+
+
+def test_rank_0_keeps_nothing_in_caches_of_sequences_that_another_replica_computes(tmp_path: Path) -> None:
+    with open_ranked(write_config(tmp_path, "mixtral"), load_format="dummy", expert_parallel_size=2) as ranked:
+        first, second = (ranked.model.new_cache(8) for _ in range(2))
+        assert first.nbytes > 0
+        assert (second.nbytes, second.capacity) == (0, 8)
 
 
 @pytest.mark.parametrize(

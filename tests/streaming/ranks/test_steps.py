@@ -15,7 +15,7 @@ STEP = Step(tokens=((5, 6, 7), (8,), (9, 10)), caches=(4, 7, 6), lengths=(0, 3, 
 def test_a_step_is_the_same_after_its_way_through_json() -> None:
     step = Step(STEP.tokens, STEP.caches, STEP.lengths, STEP.rows, table=False, packed=True, dropped=(1, 2))
     assert Step.of(json.loads(json.dumps(step.message()))) == step
-    cache = NewCache(3, 100)
+    cache = NewCache(3, 100, dropped=(1, 2))
     assert NewCache.of(json.loads(json.dumps(cache.message()))) == cache
 
 
