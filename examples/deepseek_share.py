@@ -89,7 +89,7 @@ async def _measure(prepared: Prepared, prompt: Sequence[int]) -> Share:
     notes = _Notes({}, {}, [])
     begin, clock, tracer = time.monotonic(), RunClock(start_s=time.monotonic()), Tracer()
     with closing(start_reader(prepared)) as reader:
-        from streaming.model import run_model
+        from streaming.model_run import run_model
         from streaming.ranks.lone_rank import LoneRank
 
         hooks = Hooks(on_stage=notes.stage, layer_outputs=notes.output)

@@ -94,7 +94,7 @@ def bring_torch(tracer: Tracer, clock: RunClock, *, leave: Callable[[], None] | 
     """Import torch and what stands on it, noting how long it took; `leave` as in `LLM.start`."""
     with tracer.span("import", "torch"), interrupt_kept(leave):
         import_torch(whole=leave is None)
-        import streaming.model  # noqa: F401  (its modules are part of the fixed time)
+        import streaming.model_run  # noqa: F401  (its modules are part of the fixed time)
     clock.once("imports_done_s")
 
 
@@ -115,7 +115,7 @@ async def open_llm(
 
     tracer, clock = Tracer(), RunClock(start_s=time.monotonic())
     prepared = await anyio.to_thread.run_sync(prepare, str(model), LoadOptions(**options))
-    with ExitStack() as stack:
+    async with _stack_closed_in_a_thread() as stack:
         hub = _open_ranks(prepared, stack)
         prepared = _own_options(prepared)
         reader = stack.enter_context(closing(reader_of(prepared)))
@@ -125,11 +125,27 @@ async def open_llm(
 
         text = stack.enter_context(closing(ModelText(prepared.checkpoint)))
         await anyio.to_thread.run_sync(bring_torch, tracer, clock)
-        from streaming.model import run_model
+        from streaming.model_run import run_model
 
         ranks = None if hub is None else _lead(hub, prepared)
         async with run_model(prepared, reader, tracer=tracer, clock=clock, hooks=hooks, ranks=ranks) as streamed:
             yield AsyncLLM(streamed, text)
+
+
+@asynccontextmanager
+async def _stack_closed_in_a_thread() -> AsyncIterator[ExitStack]:
+    """Closing may wait for processes, of other ranks or the reader's, and the event loop must not."""
+    import anyio.to_thread
+
+    stack = ExitStack()
+    try:
+        yield stack
+    except BaseException as error:
+        with anyio.CancelScope(shield=True):  # the other ranks are told why
+            await anyio.to_thread.run_sync(stack.__exit__, type(error), error, error.__traceback__)
+        raise
+    with anyio.CancelScope(shield=True):
+        await anyio.to_thread.run_sync(stack.close)
 
 
 class LLM:
@@ -203,7 +219,7 @@ class LLM:
         self._closer = weakref.finalize(self, _close, self._model, stack)  # also for who forgets to close
 
     def _start(self, stack: ExitStack, reader: Reader, hooks: Hooks, hub: Hub | None) -> StreamedModel:
-        from streaming.model import run_model
+        from streaming.model_run import run_model
         from streaming.portal import LoopThread
 
         loop = stack.enter_context(closing(LoopThread()))

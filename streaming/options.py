@@ -35,7 +35,7 @@ READERS = ("process", "threads")
 READ_SHARING = ("none", "shared")
 MOE_LOADS = ("layers", "routed_first")
 MOST_RANKS = 4096  # more in one direction is a slip of the pen
-LONGEST_RANK_TIMEOUT_S = 604_800
+LONGEST_RANK_TIMEOUT_S = 604_800  # what is longer overflows somewhere
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,19 +123,8 @@ def _prepare(model: str, options: LoadOptions, topology: Topology, *, every_rank
         from streaming.kv_scales import cache_scales
 
         plan, kv_scales = cache_scales(plan, checkpoint, cache_dtype=cache_dtype, num_layers=config.num_layers)
-    tokens = options.max_model_len or min(DEFAULT_CACHE_TOKENS, config.max_position_embeddings)
-    mine = local_config(config, topology)
     reading = choose_reading(checkpoint, plan, options)
-    budget = make_budget(
-        plan,
-        file_nbytes=reader_nbytes(plan, reading),
-        window_nbytes=options.window_nbytes,
-        cache_nbytes=kv_cache_nbytes(mine, max_tokens=tokens, dtype=dtype, cache_dtype=cache_dtype)
-        + cache_room_nbytes(mine, max_tokens=tokens, dtype=dtype, cache_dtype=cache_dtype),
-        limit_nbytes=options.memory_nbytes,
-        packs=options.kernels == "fast",
-        device=options.device,
-    )
+    budget = _budget(plan, reading, options, config=local_config(config, topology), dtype=dtype)
     keep_maps = reading.strategy == "lazy" and options.device == "cpu"
     read_plan = plan_reads(plan, window_nbytes=options.window_nbytes or budget.window_nbytes, keep_maps=keep_maps)
     read_plan = replace(read_plan, states=planned_states(read_plan, reading, checkpoint.states))
@@ -144,6 +133,22 @@ def _prepare(model: str, options: LoadOptions, topology: Topology, *, every_rank
         options, checkpoint, config, dtype, plan.specs or specs, plan, budget, read_plan, retie, reading, kv_scales,
         topology=topology, model=model,
     )  # fmt: skip
+
+
+def _budget(plan: LoadPlan, reading: ReadChoice, options: LoadOptions, *, config: ModelConfig, dtype: DType) -> Budget:
+    """This rank's; `config` has the heads and layers that are its own."""
+    tokens = options.max_model_len or min(DEFAULT_CACHE_TOKENS, config.max_position_embeddings)
+    kept = options.kv_cache_dtype
+    return make_budget(
+        plan,
+        file_nbytes=reader_nbytes(plan, reading),
+        window_nbytes=options.window_nbytes,
+        cache_nbytes=kv_cache_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=kept)
+        + cache_room_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=kept),
+        limit_nbytes=options.memory_nbytes,
+        packs=options.kernels == "fast",
+        device=options.device,
+    )
 
 
 def _check_cache_form(config: ModelConfig, cache_dtype: str) -> None:

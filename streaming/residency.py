@@ -45,6 +45,8 @@ class Residency:
         self._check, self._agree = check, agree
         self._held: set[str] = set()  # published here, and perhaps not yet by the other ranks
         self._others_loaded = agree is None
+        self._through: set[int] = set()  # ranks that have computed all their layers once
+        self.marks = 0  # how often the load has come on by a stage
         self._states = dict.fromkeys(layers, LayerState.EMPTY)
         self._stages = dict.fromkeys(layers, "read")
         self._unready = len(layers)
@@ -68,6 +70,7 @@ class Residency:
     def mark(self, layer: str, stage: str) -> None:
         """The earliest item of the layer that is not ready is in this stage now (what a waiting forward is told)."""
         with self._changed:
+            self.marks += 1
             if layer not in self._held:
                 self._stages[layer] = stage
                 self._changed.notify_all()
@@ -164,6 +167,22 @@ class Residency:
         """Wait until the first `rows` rows of a parameter are there; they stay until the layer is evicted."""
         self._await(layer, lambda: self._rows.get((layer, param), 0) >= rows or self.is_ready(layer), stop)
         self._check(layer)
+
+    def note_through(self, rank: int) -> None:
+        """The rank has computed all its layers once: what it sends from now on comes within a step."""
+        with self._changed:
+            self._through.add(rank)
+            self._changed.notify_all()
+
+    def await_through(self, rank: int, *, layer: str, stop: Callable[[], None]) -> None:
+        """Wait until that is so; the wait is booked on `layer`, the next one here. Raises as `lease` does."""
+        begin = time.monotonic()
+        with self._changed:
+            while rank not in self._through:
+                self._raise_if_closed(layer)
+                stop()
+                self._changed.wait()
+            self._stalled(layer, f"rank {rank}", begin)
 
     def wake(self) -> None:
         """Make every waiting thread look again (at its own reason to stop)."""

@@ -65,12 +65,14 @@ class ModelRunner:
     process_groups: ProcessGroups | None = None
     lead: Lead | None = None
     experts: ExpertLoader | None = None  # where they are loaded apart from their layers
+    say_through: Callable[[], None] = lambda: None  # tells who receives from this rank, see streaming.ranks.first_pass
     layers: Sequence[str] = field(init=False)  # of this rank's stage
     at: str = ""  # the layer that is computed or waited for, or was last
 
     def __post_init__(self) -> None:
         self._first, stop = self.topology.layers_of_stage(len(self.model.layers))
         self.layers = [f"layers.{index}" for index in range(self._first, stop)]
+        self._is_through = False
         self._table_layer = "embed" if "embed" in self.residency.states() else "head"
 
     def forward(
@@ -114,7 +116,7 @@ class ModelRunner:
         )  # fmt: skip
         self._set_threads()
         self.at = "embed"
-        hidden = self._embed(batch, context, table=table) if self.topology.stage == 0 else self._receive(batch)
+        hidden = self._embed(batch, context, table=table) if self.topology.stage == 0 else self._receive(batch, stop)
         rope = self.model.rope(batch)
         for index, name in enumerate(self.layers, start=self._first):
             self.at = name
@@ -127,7 +129,7 @@ class ModelRunner:
                 self.layer_outputs(name, hidden)
         batch.advance()
         if self.topology.stage < self.topology.pipeline - 1:
-            self.peers.send(hidden, to=self.topology.rank + self.topology.stage_ranks)
+            self.send(hidden, to=self.topology.rank + self.topology.stage_ranks)
             return None
         return self._head(hidden[list(rows)], context, stop)
 
@@ -138,10 +140,18 @@ class ModelRunner:
         assert self.process_groups.world is not None
         return self.process_groups.world
 
-    def _receive(self, batch: Batch) -> torch.Tensor:
+    def send(self, x: torch.Tensor, *, to: int) -> None:
+        """Send to another rank what it receives; that all layers here are computed is told it before the first time."""
+        if not self._is_through:
+            self._is_through = True
+            self.say_through()
+        self.peers.send(x, to=to)
+
+    def _receive(self, batch: Batch, stop: Callable[[], None]) -> torch.Tensor:
         """hidden [T, D] from the stage before."""
         shape = (batch.token_ids.shape[0], self.model.config.hidden_size)
         source, device = self.topology.rank - self.topology.stage_ranks, self.device.torch_device
+        self.residency.await_through(source, layer=self.layers[0], stop=stop)
         with self.tracer.span("forward", f"from rank {source}", layer=self.layers[0]):
             return self.peers.receive(shape, self.model.dtype, source=source, device=device)
 

@@ -116,11 +116,12 @@ def place_of_rows(item: LoadItem, stored: Mapping[str, torch.Tensor]) -> torch.T
 def share(item: LoadItem, raw: torch.Tensor, *, group: Group) -> torch.Tensor:
     """The item's bytes, on the host: on their way to the ranks that have not read them, or from the one that has.
 
-    Nothing waits in a circle. Every rank of a group enters here for its items in plan order, from one stage, and the
-    order is the same on all of them. Take the first item that is not yet shared on every rank that wants it: its owner
-    is held up by no earlier one, and has, or will get, its bytes, since reading waits for window room alone, which
-    earlier items give back as they are quantized. To be quantized they may need the maxima of other ranks, where the
-    same item has been shared as well. Maxima go over a group of their own, from the next stage: the two never meet.
+    Nothing waits in a circle. Every rank of a group enters here for its items in plan order, from one stage, which has
+    handed on all items before (see streaming.batches), and the order is the same on all of them. Take the first item
+    that is not yet shared on every rank that wants it: its owner is held up by no earlier one, and has, or will get,
+    its bytes, since reading waits for window room alone, which earlier items give back as they are quantized. To be
+    quantized they may need the maxima of other ranks, where the same item has been shared as well. Maxima go over a
+    group of their own, from the next stage: the two never meet.
 
     Raises OptionError in a load of one rank, which nobody shares with.
     """

@@ -55,7 +55,7 @@ def run_once(options: argparse.Namespace) -> dict[str, Any]:
     clock = RunClock()
     if options.preimported:
         import_torch(whole=False)
-        import streaming.model  # noqa: F401  (all that stands on torch)
+        import streaming.model_run  # noqa: F401  (all that stands on torch)
         from streaming.warm_up import warm_up
 
         warm_up()

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_rank(rank: int, world: int) -> None:
     if not 0 <= rank < world:
-        last = "which is all there is" if world == 1 else f"to {world - 1} are the ranks that the options ask for"
+        last = "is the only rank" if world == 1 else f"to {world - 1} are the ranks that the options ask for"
         raise OptionError(f"--rank {rank}: 0 {last}")
 
 

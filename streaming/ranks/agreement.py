@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from layers.topology import Topology
 from streaming.errors import RankError
 from streaming.ranks.channel import HubChannel, Message, Progress
+from streaming.ranks.first_pass import FirstPass
 from streaming.residency import Residency
 
 PUBLISHED, AGREED, LOADED = "published", "agreed", "loaded"  # kinds of messages
@@ -35,7 +36,11 @@ class Agreement:
     _since: dict[tuple[int, str], float] = field(default_factory=dict)  # when the latest of some ranks got it
     _progress: dict[int, Progress] = field(default_factory=dict)
     _loaded: set[int] = field(default_factory=set)
+    _marks: int = 0  # of rank 0's own load
     _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def __post_init__(self) -> None:
+        self._first_pass = FirstPass(self.topology)
 
     def bind(self, residency: Residency) -> None:
         """From now on layers are confirmed in this table, and the other ranks are heard."""
@@ -85,23 +90,45 @@ class Agreement:
             if len(self._loaded) == self.topology.world - 1:
                 self._own.others_loaded()
 
+    # --- the first pass
+
+    def begin_step(self, last: Collection[int]) -> None:
+        """A step begins, at whose end these ranks of the last stage send to rank 0."""
+        with self._lock:
+            self._first_pass.begin(last, self.clock())
+
+    def end_step(self) -> None:
+        """It is over."""
+        with self._lock:
+            self._first_pass.end()
+
+    def note_through(self, rank: int) -> None:
+        """The rank has computed all its layers once."""
+        with self._lock:
+            self._first_pass.note(rank, self.clock())
+
     # --- who lags
 
     def laggard(self, timeout_s: float) -> RankError | None:
-        """The rank that has kept others waiting for a layer for so long, and has shown no progress either."""
+        """The rank that has kept others waiting for so long, for a layer or in the first pass, and has shown no
+        progress either."""
         with self._lock:
             now = self._look_at_progress()
             for (stage, layer), since in self._since.items():
                 for rank in self._ranks(stage):
                     late = now - max(since, self._seen.get(rank, since))
                     if rank not in self._have[stage, layer] and late > timeout_s:
-                        where = self.hub.progress.get(rank)
-                        return RankError(
-                            rank, f"keeps the others waiting for layer {layer} (--rank-timeout {timeout_s:g})",
-                            layer=where.layer if where else layer,
-                            stage=where.stage if where else "", tensor=where.tensor if where else "",
-                        )  # fmt: skip
-        return None
+                        return self._late(rank, f"for layer {layer}", timeout_s, layer)
+            held = {stage for stage, _ in self._since}
+            passing = self._first_pass.late(self._seen, held=held, now_s=now, timeout_s=timeout_s)
+            return None if passing is None else self._late(passing, "in the first pass", timeout_s)
+
+    def _late(self, rank: int, words: str, timeout_s: float, layer: str = "") -> RankError:
+        where = self.hub.progress.get(rank, Progress(layer))
+        return RankError(
+            rank, f"keeps the others waiting {words} (--rank-timeout {timeout_s:g})",
+            layer=where.layer, stage=where.stage, tensor=where.tensor,
+        )  # fmt: skip
 
     def _look_at_progress(self) -> float:
         """Note who has come on since the last look; the time now."""
@@ -109,4 +136,6 @@ class Agreement:
         for rank, progress in self.hub.progress.items():
             if self._progress.get(rank) != progress:
                 self._progress[rank], self._seen[rank] = progress, now
+        if self._residency is not None and self._own.marks != self._marks:
+            self._marks, self._seen[0] = self._own.marks, now
         return now

@@ -22,7 +22,7 @@ from streaming.errors import RankError
 from streaming.ranks.channel import Message, Progress
 from streaming.ranks.launch import TOKEN, rank_options
 from streaming.ranks.open_message import OPEN, opened
-from streaming.ranks.spoke import Spoke, connect, say
+from streaming.ranks.spoke import RunInterruptedError, Spoke, connect, say
 from streaming.ranks.torchrun import Launched
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ def follow(rank: int, join: Callable[[], Spoke], *, work: Work | None = None) ->
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 is interrupted, and ends this process in words
     try:
         spoke = join()
+    except RunInterruptedError:
+        return 1
     except RankError as error:
         say(rank, str(error))
         return 1

@@ -322,7 +322,7 @@ class Hub:
         if isinstance(error, RankError):
             self._fail(error)
         else:
-            quiet = isinstance(error, KeyboardInterrupt)
+            quiet = not isinstance(error, Exception)  # Ctrl-C, a task that was cancelled: no fault of anything
             at, cause = told(error, Progress())
             self._fail(
                 RankError(0, "interrupted" if quiet else cause, layer=at.layer, stage=at.stage, tensor=at.tensor),

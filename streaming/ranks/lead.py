@@ -20,6 +20,7 @@ from streaming.errors import RankError, StreamClosedError, WorkerError
 from streaming.forward_thread import RequestCancelled
 from streaming.ranks.agreement import Agreement
 from streaming.ranks.channel import HubChannel, Message, Progress, beat_s
+from streaming.ranks.first_pass import THROUGH
 from streaming.ranks.report import REPORT, WARNING, RankReport
 from streaming.ranks.steps import PACK, NewCache, Step, own_tokens, part_of
 from streaming.ranks.waits import LONG_S, WAITED, Meter, Wait, Waits
@@ -44,6 +45,7 @@ class Lead:
         self._next = 0  # cache's number
         self._here: set[int] = set()
         self._last_here = 0
+        self._begin_s: float | None = None  # since when rank 0 waits for the others
         self._met: tuple[float, float] | None = None  # when rank 0 began to wait for the others, and had met them
         self._waits = Waits()
         self._reports: dict[int, RankReport] = {}
@@ -51,6 +53,7 @@ class Lead:
         self._stuck: dict[int, Message] = {}  # ranks whose collective broke
         self._stuck_s: float | None = None  # since when
         self._runner: ModelRunner | None = None
+        self._residency: Residency | None = None
         self._own_error: BaseException | None = None  # of this rank's load
         self._broken: BaseException | None = None  # what ended a step halfway
         self._closed = threading.Event()
@@ -71,7 +74,7 @@ class Lead:
         self.hub.on(REPORT, self._note_report)
         self.hub.on(WAITED, self._note_wait)
         self.hub.on(HERE, lambda rank, message: self._note_here(rank))
-        begin_s = time.monotonic()
+        self._begin_s = begin_s = time.monotonic()
         self._joined.wait()
         self._met = (begin_s, time.monotonic())
         if self.hub.failure is not None:
@@ -100,6 +103,8 @@ class Lead:
     def bind(self, residency: Residency, fail: Callable[[BaseException], None]) -> None:
         """Layers become ready in this table when all ranks have them; `fail(error)` is called once if a rank fails."""
         self._agreement.bind(residency)
+        self._residency = residency
+        self.hub.on(THROUGH, lambda rank, message: self._note_through(rank))
         self.hub.on_failure(fail)
         if self.topology.pipeline == 1:  # else each stage is at a layer of its own
             self.hub.name_step(self._at)
@@ -137,6 +142,17 @@ class Lead:
 
     # --- steps
 
+    def say_through(self) -> None:
+        """This rank has computed all its layers once: whoever receives from it is told."""
+        self._note_through(0)
+
+    def _note_through(self, rank: int) -> None:
+        assert self._residency is not None
+        self._agreement.note_through(rank)
+        self._residency.note_through(rank)
+        if (receiver := rank + self.topology.stage_ranks) < self.topology.world:
+            self.hub.send(receiver, {"kind": THROUGH, "rank": rank})
+
     def new_cache(self, cache: KVCache, *, max_tokens: int) -> None:
         """A cache has been made here: the others make theirs, and give it up when this one is gone."""
         number = self._numbers[cache] = self._next
@@ -166,6 +182,7 @@ class Lead:
             raise self._broken
         step = self._step(batch, rows, table=runner.has_table(), packed=packed)
         self.hub.broadcast(step.message())
+        self._agreement.begin_step([logits_rank(self.topology, replica) for replica, _ in self._places(step)])
         try:
             logits = self._carry_out(runner, step, batch, partial_stop(stop))
         except BaseException as error:
@@ -173,6 +190,8 @@ class Lead:
             if not isinstance(error, StreamClosedError):  # then the end of the run is on its way
                 self.hub.abort(error)
             raise
+        finally:
+            self._agreement.end_step()
         return logits
 
     def _step(self, batch: Batch, rows: Sequence[int], *, table: bool, packed: bool) -> Step:
@@ -199,16 +218,22 @@ class Lead:
         if len(part.rows) == len(step.rows) and found is not None:
             return found
         logits = torch.empty(len(step.rows), config.vocab_size, dtype=torch.float32, device=device)
-        for replica in range(self.topology.replicas):
-            places = part_of(step, replica=replica, replicas=self.topology.replicas).places
-            if places:
-                logits[list(places)] = self._logits(runner, replica, len(places)) if replica or found is None else found
+        for replica, places in self._places(step):
+            here = found if replica == 0 else None
+            logits[list(places)] = self._logits(runner, replica, len(places), stop) if here is None else here
         return logits
 
-    def _logits(self, runner: ModelRunner, replica: int, rows: int) -> torch.Tensor:
+    def _places(self, step: Step) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Replicas whose rows' logits are wanted, and where those belong among all."""
+        for replica in range(self.topology.replicas):
+            if places := part_of(step, replica=replica, replicas=self.topology.replicas).places:
+                yield replica, places
+
+    def _logits(self, runner: ModelRunner, replica: int, rows: int, stop: Callable[[], None]) -> torch.Tensor:
         """Those of a replica's rows, from the first of its ranks in the last stage."""
         shape, device = (rows, runner.model.config.vocab_size), runner.device.torch_device
         source = logits_rank(self.topology, replica)
+        runner.residency.await_through(source, layer=runner.layers[-1], stop=stop)
         return runner.peers.receive(shape, torch.float32, source=source, device=device)
 
     # --- what goes wrong
@@ -228,10 +253,20 @@ class Lead:
 
     def _watch(self) -> None:
         while not self._closed.wait(beat_s(self.hub.rank_timeout_s)):
-            found = self._agreement.laggard(self.hub.rank_timeout_s) or self._verdict()
+            found = self._absent() or self._agreement.laggard(self.hub.rank_timeout_s) or self._verdict()
             if found is not None:
                 self.hub.abort(found)
                 return
+
+    def _absent(self) -> RankError | None:
+        """A rank that lives and does not come to meet the others."""
+        timeout_s = self.hub.rank_timeout_s
+        if self._joined.is_set() or self._begin_s is None or time.monotonic() - self._begin_s <= timeout_s:
+            return None
+        rank = min(set(range(1, self.topology.world)) - self._here, default=0)
+        where = self.hub.progress.get(rank, Progress())
+        words = f"does not come to meet the others (--rank-timeout {timeout_s:g})"
+        return RankError(rank, words, layer=where.layer, stage=where.stage, tensor=where.tensor)
 
     def _verdict(self) -> RankError | None:
         """Who keeps others waiting: a rank that they wait for and that does not wait itself."""

@@ -53,6 +53,9 @@ class LoneRank:
         assert self._residency is not None
         self._residency.confirm(layer)
 
+    def say_through(self) -> None:
+        """Nobody receives anything."""
+
     def loaded(self, report: RankReport) -> None:
         """The load is over everywhere."""
         assert self._residency is not None

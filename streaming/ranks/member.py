@@ -18,6 +18,7 @@ from streaming.errors import RankError, StreamClosedError, WorkerError
 from streaming.packing import pack_layers
 from streaming.ranks.agreement import AGREED, LOADED, PUBLISHED
 from streaming.ranks.channel import Message, Progress, SpokeChannel, beat_s
+from streaming.ranks.first_pass import THROUGH
 from streaming.ranks.lead import GROUPS, HERE, STUCK, logits_rank
 from streaming.ranks.report import RankReport
 from streaming.ranks.steps import CACHE, PACK, STEP, NewCache, Step, own_tokens, part_of
@@ -81,6 +82,7 @@ class Member:
     def bind(self, residency: Residency, fail: Callable[[BaseException], None]) -> None:
         """Layers become ready in this table when rank 0 says that all ranks have them."""
         self.spoke.on(AGREED, lambda message: residency.confirm(str(message["layer"])))
+        self.spoke.on(THROUGH, lambda message: residency.note_through(int(message["rank"])))
 
     def show_warnings(self, warn: Callable[[str], None]) -> None:
         """Nothing is told here: see streaming.ranks.serve."""
@@ -107,6 +109,10 @@ class Member:
         """Nothing of it is left."""
 
     # --- steps
+
+    def say_through(self) -> None:
+        """This rank has computed all its layers once: whoever receives from it is told."""
+        self.spoke.send({"kind": THROUGH})
 
     def follow(self, model: StreamedModel) -> None:
         """Do what rank 0 says until it closes the run. Raises what ends this rank before."""
@@ -158,7 +164,7 @@ class Member:
         batch = make_batch(new, vocab_size=runner.model.config.vocab_size, device=runner.device.torch_device)
         logits = runner.run(batch, part.rows, stop=stop, packed=step.packed, table=step.table)
         if logits is not None and part.rows and self.topology.rank == logits_rank(self.topology, self.topology.replica):
-            runner.peers.send(logits, to=0)
+            runner.send(logits, to=0)
 
     def _give_up(self, numbers: Sequence[int]) -> None:
         for number in numbers:

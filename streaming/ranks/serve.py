@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from streaming.clock import RunClock
 from streaming.hooks import Hooks
-from streaming.model import run_model
+from streaming.model_run import run_model
 from streaming.portal import LoopThread
 from streaming.prepare import Prepared
 from streaming.ranks.channel import Progress, SpokeChannel

@@ -27,11 +27,15 @@ _GRACE_S = 3.0  # for rank 0 to say that it has heard
 _LEAVE_S = 1.0  # for this process to end in its own way
 
 
+class RunInterruptedError(RankError):
+    """The user has ended the run: nothing need be said of it here."""
+
+
 def connect(host: str, port: int, *, rank: int, token: str, timeout_s: float, patient: bool = False) -> Spoke:
     """Join rank 0; `patient`: which may not listen yet.
 
     Raises RankError: rank 0 when it cannot be joined in time, this rank when it is refused, and whichever rank has
-    ended the run meanwhile.
+    ended the run meanwhile; RunInterruptedError where the user has.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -70,7 +74,8 @@ def _no_welcome(answer: Message | None, rank: int) -> RankError | ChannelError:
     if answer is not None and answer["kind"] == "refused":
         return RankError(rank, f"rank 0 does not take it: {answer.get('message')}")
     if answer is not None and answer["kind"] == "abort" and type(answer.get("rank")) is int:
-        return rank_error(answer)
+        error = rank_error(answer)
+        return RunInterruptedError(error.rank, error.cause) if answer.get("quiet") else error
     return ChannelError(_NOT_RANK_0)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 WAITED = "waited"  # a kind of message
 LONG_S = 0.05  # shorter waits are the usual unevenness of ranks
 _ON_ITS_WAY_S = 0.1  # that a message from another rank may take
+MOST = 20_000  # that are kept until they are settled, as the trace keeps the first spans of a lane
 _SHARE = 0.5  # of rank 0's wait, from which on another rank is taken to have waited along
 
 
@@ -62,12 +63,14 @@ class Waits:
     def note_own(self, wait: Wait) -> None:
         """Rank 0 has waited."""
         with self._lock:
-            self._own.append(wait)
+            if len(self._own) < MOST:
+                self._own.append(wait)
 
     def note_other(self, rank: int, ranks: tuple[int, ...], number: int, seconds: float) -> None:
         """Another rank has."""
         with self._lock:
-            self._others[ranks, number][rank] = seconds
+            if len(self._others) < MOST or (ranks, number) in self._others:
+                self._others[ranks, number][rank] = seconds
 
     def settle(self) -> Iterator[tuple[str, Wait]]:
         """Rank 0's waits since the last call, each with who was waited for, such as "rank 3". Where one has just ended,

@@ -1,4 +1,4 @@
-"""Small items that have landed are taken together: of one layer, up to a limit, only what needs no memory of its own."""
+"""Small items that have landed are taken together: of one layer, up to a limit, what needs no memory of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import anyio
 
 from examples.write_tiny_model import TinyModel
 from streaming.batches import BATCH_NBYTES, batches
-from streaming.load_plan import LoadItem
+from streaming.load_plan import LoadItem, SharedRead
 from tests.streaming.planned import plan_of
 
 MODEL = TinyModel(layers=2, files=1)
@@ -68,3 +68,17 @@ def test_what_is_decoded_goes_alone() -> None:
         replace(item, index=3),
     ]
     assert taken(items) == [(0,), (1,), (2, 3)]
+
+
+def test_what_ranks_share_goes_alone_at_its_owner_too() -> None:
+    """In a batch its maxima would wait for the items behind it, and those for a rank that waits for the maxima."""
+    item = plan_of(MODEL).items[0]
+    shared = SharedRead(owner=0, ranks=(0, 1), rank=0)
+    items = [
+        replace(item, index=0),
+        replace(item, index=1, shared=shared),
+        replace(item, index=2, shared=shared),
+        replace(item, index=3),
+        replace(item, index=4),
+    ]
+    assert taken(items) == [(0,), (1,), (2,), (3, 4)]

@@ -506,14 +506,14 @@ def interrupted(*arguments, **keywords):
 streaming.llm.import_torch = interrupted
 """,
     "while another thread builds the shell": """
-import streaming.model
-build_shell = streaming.model.build_shell
+import streaming.model_run
+build_shell = streaming.model_run.build_shell
 
 def interrupted(*arguments, **keywords):
     os.kill(os.getpid(), signal.SIGINT)
     return build_shell(*arguments, **keywords)
 
-streaming.model.build_shell = interrupted
+streaming.model_run.build_shell = interrupted
 """,
 }
 

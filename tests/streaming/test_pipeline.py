@@ -325,7 +325,7 @@ def test_a_load_is_done_when_its_last_step_is(both_matrices: Path, monkeypatch: 
         entered.set()
         go_on.wait(SOON_S)
 
-    monkeypatch.setattr("streaming.model.compare_tied", hold)
+    monkeypatch.setattr("streaming.model_run.compare_tied", hold)
     with LLM(both_matrices) as llm:
         loaded = in_background(llm.wait_loaded)
         try:

@@ -70,7 +70,7 @@ def test_a_file_that_changes_before_its_matrices_are_compared_is_named(
         os.utime(file, ns=(1, 1))
         compare(*arguments)
 
-    monkeypatch.setattr("streaming.model.compare_tied", change_and_compare)
+    monkeypatch.setattr("streaming.model_run.compare_tied", change_and_compare)
     with LLM(twice, safetensors_load_strategy="lazy") as llm:
         assert llm.prepared.read_plan.mapped
         with pytest.raises(CheckpointError, match="was written to since the load was planned"):

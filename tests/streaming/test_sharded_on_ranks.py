@@ -371,7 +371,7 @@ def test_inspect_shows_the_slices_of_the_rank_that_is_asked_for(model: Path, cap
     assert (plain["rank"], plain["ranks"]) == (1, 2)
     words = error_of(capfd, "inspect", model, "--rank", "2", *flags(TWO), status=2)
     assert "--rank 2: 0 to 1 are the ranks that the options ask for" in words
-    assert "--rank 1: 0 which is all there is" in error_of(capfd, "inspect", model, "--rank", "1", status=2)
+    assert "--rank 1: 0 is the only rank" in error_of(capfd, "inspect", model, "--rank", "1", status=2)
 
 
 def test_the_debug_log_names_the_rank_and_its_slice(model: Path, caplog: pytest.LogCaptureFixture) -> None:

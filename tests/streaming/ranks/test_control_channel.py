@@ -7,7 +7,9 @@ import errno
 import itertools
 import json
 import socket
+from asyncio import CancelledError
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import cast
 
@@ -15,6 +17,7 @@ import pytest
 
 from streaming.errors import RankError, StreamClosedError
 from streaming.ranks.channel import ChannelError, Handlers, Link, Message, Progress, decoded, rank_error
+from streaming.ranks.follower import follow
 from streaming.ranks.hub import Hub, open_hub
 from streaming.ranks.spoke import connect
 from streaming.ranks.version import channel_version
@@ -197,6 +200,25 @@ def test_the_first_failure_is_told_to_the_others_and_stays(hub: Hub) -> None:
         late: list[RankError] = []
         hub.on_failure(late.append)
         assert told == late == [failure]
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), CancelledError("by <Task 1>"), SystemExit(3)])
+def test_followers_need_not_speak_of_an_end_that_the_user_wanted(end: BaseException, hub: Hub) -> None:
+    with connected(hub, hello(1)) as link:
+        next_of(link, "welcome")
+        hub.abort(end)
+        message = next_of(link, "abort")
+        assert (message["message"], message["quiet"]) == ("interrupted", True)
+
+
+def test_a_follower_that_comes_after_an_interrupt_says_nothing(hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
+    hub.abort(KeyboardInterrupt())
+    with ThreadPoolExecutor(1) as pool:  # off the main thread it leaves Ctrl-C as it is
+        assert (
+            pool.submit(follow, 1, lambda: connect("127.0.0.1", hub.port, rank=1, token=TOKEN, timeout_s=5)).result()
+            == 1
+        )
+    assert capfd.readouterr().err == ""
 
 
 def test_a_rank_that_comes_after_the_failure_is_told_it(hub: Hub) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -172,6 +173,12 @@ def test_a_control_port_in_use_is_named_with_the_way_out() -> None:
             )
     assert str(caught.value).startswith(f"port {port} for the ranks' control channel: Address already in use")
     assert "FIRSTLAYER_CONTROL_PORT" in str(caught.value)
+
+
+def test_too_few_files_for_the_ranks_are_named_before_any_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (40, 4096))
+    with pytest.raises(WorkerError, match=r"^3 ranks may need 58 open files and connections, this process may have 40"):
+        open_ranks(LoadOptions(tensor_parallel_size=3), environ=dict(os.environ), program=("/no-such-program",))
 
 
 def test_a_follower_that_cannot_be_started_leaves_nobody_behind() -> None:

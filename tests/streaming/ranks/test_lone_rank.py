@@ -16,7 +16,7 @@ from streaming.errors import OptionError
 from streaming.evaluate import prompt_logits
 from streaming.hooks import Hooks
 from streaming.llm import LLM
-from streaming.model import run_model
+from streaming.model_run import run_model
 from streaming.options import LoadOptions
 from streaming.prepare import Prepared, prepare
 from streaming.ranks.lone_rank import LoneRank

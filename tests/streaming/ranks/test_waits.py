@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from streaming.ranks.waits import LONG_S, Meter, Wait, Waits
+from streaming.ranks.waits import LONG_S, MOST, Meter, Wait, Waits
 from tests.streaming.ranks.processes import running
 
 RANKS = (0, 1, 2, 3)
@@ -38,6 +38,15 @@ def test_several_may_be_late_and_a_short_wait_is_none() -> None:
     waits.note_other(1, RANKS, 1, 0.9)
     waits.note_other(2, RANKS, 1, 0.1)  # it came soon after the last one
     assert settled(waits) == [("rank 2, 3", 1.0)]
+
+
+def test_hours_of_waits_that_nobody_asks_for_take_no_more_memory_than_the_first() -> None:
+    waits = Waits()
+    for number in range(MOST + 10):
+        waits.note_own(Wait(RANKS, number, 0.0, 1.0))
+        waits.note_other(1, RANKS, number, 1.0)
+    assert (len(waits._own), len(waits._others)) == (MOST, MOST)
+    assert len(settled(waits)) == MOST
 
 
 def test_a_meter_numbers_all_collectives_and_tells_of_long_ones() -> None:

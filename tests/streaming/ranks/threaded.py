@@ -24,7 +24,8 @@ from streaming.clock import RunClock
 from streaming.evaluate import prompt_logits
 from streaming.generate import Completion, Request
 from streaming.hooks import Hooks
-from streaming.model import StreamedModel, run_model
+from streaming.model import StreamedModel
+from streaming.model_run import run_model
 from streaming.options import LoadOptions
 from streaming.portal import LoopThread
 from streaming.prepare import prepare
