@@ -124,8 +124,10 @@ class LoadOptions:
                 f"--rank-timeout {self.rank_timeout!r}: seconds are needed, more than 0 and at most "
                 f"{LONGEST_RANK_TIMEOUT_S:,} (a week)"
             )
-        if self.topology().expert == 1 and self.expert_map is not None:
-            raise OptionError("--expert-map is for ranks that share the experts: give an --expert-parallel-size too")
+        unfit = "--expert-map" if self.expert_map is not None else ""
+        unfit = "--expert-placement" if self.expert_placement != PLACEMENTS[0] else unfit
+        if self.topology().expert == 1 and unfit:
+            raise OptionError(f"{unfit} is for ranks that share the experts: give an --expert-parallel-size too")
 
     def topology(self, rank: int = 0) -> Topology:
         """The ranks that share the model, seen from one of them. Raises OptionError for sizes that make no mesh."""

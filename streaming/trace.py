@@ -56,6 +56,7 @@ class Tracer:
         self._spans: list[Span] = []
         self._kept: dict[str, int] = {}
         self._dropped: dict[str, int] = {}
+        self._nbytes: dict[str, int] = {}
 
     def add(
         self,
@@ -69,6 +70,7 @@ class Tracer:
     ) -> None:
         """Keep a span whose times the caller took from `time.monotonic`."""
         with self._lock:
+            self._nbytes[lane] = self._nbytes.get(lane, 0) + int((args or {}).get("nbytes", 0))
             kept = self._kept.get(lane, 0)
             if kept >= self._max:
                 self._dropped[lane] = self._dropped.get(lane, 0) + 1
@@ -90,6 +92,11 @@ class Tracer:
         with self._lock:
             spans = tuple(self._spans)
         return tuple(sorted(spans, key=lambda span: span.start_s))
+
+    def nbytes(self, lane: str) -> int:
+        """The sum of what a lane's spans have as "nbytes", those that were not kept too."""
+        with self._lock:
+            return self._nbytes.get(lane, 0)
 
     def dropped(self) -> dict[str, int]:
         """How many spans of each lane were not kept, because the lane was full."""

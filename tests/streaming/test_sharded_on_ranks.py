@@ -236,12 +236,6 @@ def test_experts_in_other_places_are_refused(models: Models, tmp_path: Path) -> 
         prepare(str(tmp_path / "out"), LoadOptions(expert_map=turned, **mesh))
 
 
-def test_where_experts_would_be_does_not_matter_where_they_are_cut(models: Models, tmp_path: Path) -> None:
-    folder, _ = models.of("qwen3_moe")
-    assert save(folder, tmp_path / "out", *flags(TWO), "--expert-placement", "round_robin") == 0
-    assert prepare(str(tmp_path / "out"), LoadOptions(**TWO)).checkpoint.format == "sharded_state"
-
-
 def test_the_files_of_other_ranks_are_not_opened(shards: Path) -> None:
     (shards / part_name(1)).unlink()
     assert prepare(str(shards), LoadOptions(**TWO)).plan.read_nbytes > 0

@@ -63,6 +63,15 @@ def test_a_full_lane_keeps_its_first_spans_and_counts_the_others() -> None:
     assert tracer.dropped() == {"forward": 3}
 
 
+def test_bytes_of_spans_that_are_not_kept_are_counted() -> None:
+    tracer = Tracer(max_spans_per_lane=2)
+    for nbytes in (1, 10, 100):
+        tracer.add("read", "r", start_s=0.0, end_s=1.0, args={"nbytes": nbytes})
+    with tracer.span("read", "r") as args:
+        args["nbytes"] = 1000
+    assert (tracer.nbytes("read"), tracer.nbytes("slice")) == (1111, 0)
+
+
 def test_no_span_is_lost_between_threads() -> None:
     tracer = Tracer()
     start = threading.Barrier(4)

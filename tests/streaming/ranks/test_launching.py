@@ -58,6 +58,10 @@ def test_options_make_the_mesh() -> None:
             {"expert_map": "[[0, 1]]"},
             "--expert-map is for ranks that share the experts: give an --expert-parallel-size",
         ),
+        (
+            {"expert_placement": "round_robin", "tensor_parallel_size": 2},
+            "--expert-placement is for ranks that share the experts: give an --expert-parallel-size too",
+        ),
         ({"expert_map": "/dev/zero"}, "--expert-map /dev/zero: is no regular file, which every rank could read"),
         ({"expert_map": "{"}, "--expert-map {: No such file or directory"),
         ({"expert_map": "[0, 1]"}, "--expert-map: rank 0 has 0 where a list of expert numbers is needed"),

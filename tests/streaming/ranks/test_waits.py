@@ -78,4 +78,4 @@ def test_a_rank_that_is_slow_by_5_s_is_no_error_and_the_stall_is_booked_on_it(
         assert run.wait(60) == 0
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     stalls = [event for event in events if event.get("name") == f"rank {slow}" and event.get("dur", 0) > 4.5e6]
-    assert len(stalls) == 1
+    assert any(event["args"].get("layer") for event in stalls), stalls  # in a step; ranks may have met late besides
