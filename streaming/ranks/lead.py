@@ -23,7 +23,7 @@ from streaming.ranks.channel import HubChannel, Message, Progress, beat_s
 from streaming.ranks.first_pass import THROUGH
 from streaming.ranks.report import REPORT, WARNING, RankReport
 from streaming.ranks.steps import PACK, NewCache, Step, own_tokens, part_of
-from streaming.ranks.waits import LONG_S, WAITED, Meter, Wait, Waits
+from streaming.ranks.waits import LONG_S, STOOD, WAITED, Meter, Wait, Waits
 from streaming.residency import Residency
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class Lead:
         self.hub.on(STUCK, lambda rank, message: self._note_stuck(rank, message))
         self.hub.on(REPORT, self._note_report)
         self.hub.on(WAITED, self._note_wait)
+        self.hub.on(STOOD, lambda rank, message: self._waits.note_stood(rank, float(message["seconds"])))
         self.hub.on(HERE, lambda rank, message: self._note_here(rank))
         self._begin_s = begin_s = time.monotonic()
         self._joined.wait()

@@ -19,7 +19,10 @@ from streaming.cli import printable
 from streaming.errors import RankError
 from streaming.ranks.channel import ChannelError, Handlers, Link, Message, Progress, beat_s, rank_error, told
 from streaming.ranks.version import channel_version
+from streaming.ranks.waits import STOOD
 
+_TICK_S = 0.25  # how often it is looked whether this process runs
+_STOOD_S = 0.3  # that it was late by
 _AGAIN_S = 0.1  # between attempts to reach rank 0
 _ENDED = "rank 0: the process has ended"
 _NOT_RANK_0 = "who listens there is not rank 0 of this run"
@@ -132,9 +135,19 @@ class Spoke:
     # --- the channel's threads
 
     def _beat(self) -> None:
-        while not self._ended.wait(beat_s(self.rank_timeout_s)):
+        beat, told_s = beat_s(self.rank_timeout_s), time.monotonic()
+        tick = min(beat, _TICK_S)
+        while True:
+            begin_s = time.monotonic()
+            if self._ended.wait(tick):
+                return
+            now = time.monotonic()
             with contextlib.suppress(OSError):
-                self._link.send_if_free({"kind": "alive"})
+                if now - begin_s - tick >= _STOOD_S:  # the process was stopped, or its threads did not get to run
+                    self._link.send_if_free({"kind": STOOD, "seconds": now - begin_s})
+                if now - told_s >= beat - tick:
+                    told_s = now
+                    self._link.send_if_free({"kind": "alive"})
 
     def _listen(self) -> None:
         try:

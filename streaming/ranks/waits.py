@@ -9,12 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-WAITED = "waited"  # a kind of message
+WAITED, STOOD = "waited", "stood"  # kinds of messages
 LONG_S = 0.05  # shorter waits are the usual unevenness of ranks
-_ON_ITS_WAY_S = 0.1  # that a message from another rank may take
+_ON_ITS_WAY_S = 0.3  # that a message from another rank may take
 MOST = 20_000  # that are kept until they are settled, as the trace keeps the first spans of a lane
 _SHARE = 0.5  # of rank 0's wait, from which on another rank is taken to have waited along
 
@@ -58,7 +58,14 @@ class Waits:
 
     _own: list[Wait] = field(default_factory=list)
     _others: dict[tuple[tuple[int, ...], int], dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+    _stood: list[tuple[int, float, float]] = field(default_factory=list)  # rank, from when to when
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note_stood(self, rank: int, seconds: float) -> None:
+        """Another rank has stood still until now: it was stopped, perhaps while it waited along."""
+        now = time.monotonic()
+        with self._lock:
+            self._stood.append((rank, now - seconds, now))
 
     def note_own(self, wait: Wait) -> None:
         """Rank 0 has waited."""
@@ -73,8 +80,9 @@ class Waits:
                 self._others[ranks, number][rank] = seconds
 
     def settle(self) -> Iterator[tuple[str, Wait]]:
-        """Rank 0's waits since the last call, each with who was waited for, such as "rank 3". Where one has just ended,
-        what the others say of it is given a moment to come."""
+        """Rank 0's waits since the last call, each with who was waited for, such as "rank 3"; "other ranks" where nobody
+        says that it came late, or stood still while it waited along. Where one has just ended, what the others say of
+        it is given a moment to come."""
         with self._lock:
             since = time.monotonic() - max((wait.end_s for wait in self._own), default=0.0)
         if since < _ON_ITS_WAY_S:
@@ -83,8 +91,14 @@ class Waits:
             own, self._own = self._own, []
             others = {key: dict(found) for key, found in self._others.items()}
             self._others.clear()
+            stood, self._stood = self._stood, []
         for wait in own:
             along = others.get((wait.ranks, wait.number), {})
             late = [rank for rank in wait.ranks if rank and along.get(rank, 0.0) < _SHARE * wait.seconds]
-            if late:
-                yield f"rank {', '.join(map(str, late))}", wait
+            late = late or [rank for rank, *stood_still in stood if rank in wait.ranks and _covers(stood_still, wait)]
+            yield f"rank {', '.join(map(str, late))}" if late else "other ranks", wait
+
+
+def _covers(span: Sequence[float], wait: Wait) -> bool:
+    """Whether most of a wait lies in the span [begin, end]."""
+    return min(span[1], wait.end_s) - max(span[0], wait.begin_s) >= _SHARE * wait.seconds

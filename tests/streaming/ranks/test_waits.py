@@ -49,6 +49,16 @@ def test_hours_of_waits_that_nobody_asks_for_take_no_more_memory_than_the_first(
     assert len(settled(waits)) == MOST
 
 
+def test_who_stood_still_while_it_waited_along_was_waited_for() -> None:
+    waits, now = Waits(), time.monotonic()
+    for number in (1, 2):
+        waits.note_own(Wait((0, 1, 2), number, now - 6.0 * number, now - 6.0 * number + 5.0))
+        for rank in (1, 2):
+            waits.note_other(rank, (0, 1, 2), number, 5.0)
+    waits.note_stood(2, 6.0)
+    assert settled(waits) == [("rank 2", 5.0), ("other ranks", 5.0)]
+
+
 def test_a_meter_numbers_all_collectives_and_tells_of_long_ones() -> None:
     told: list[Wait] = []
     meter = Meter((0, 1), told.append, lambda: "layers.3")
