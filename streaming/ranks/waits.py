@@ -80,7 +80,7 @@ class Waits:
                 self._others[ranks, number][rank] = seconds
 
     def settle(self) -> Iterator[tuple[str, Wait]]:
-        """Rank 0's waits since the last call, each with who was waited for, such as "rank 3"; "other ranks" where nobody
+        """Rank 0's waits since the last call, each with who was waited for, such as "rank 3"; "other ranks" where none
         says that it came late, or stood still while it waited along. Where one has just ended, what the others say of
         it is given a moment to come."""
         with self._lock:
