@@ -241,6 +241,7 @@ def _shut_down(streamed: StreamedModel, device: Device, reader: Reader, warming:
     streamed.join()
     if streamed.runner.process_groups is not None:
         streamed.runner.process_groups.close()
+        streamed.runner.process_groups = None  # with it go its sockets and threads, and not when a collection comes by
     if warming is not None:
         warming.close()
     streamed.watch.close()

@@ -342,9 +342,8 @@ def check_or_refused(folders: Folders, name: str, way: Way, monkeypatch: pytest.
 
 
 QUICK = (
-    "llama", "phi3", "views", "gguf: Q4_K", "gptq: gptq_ordered", "gptq: awq", "compressed: int8_packed",
-    "modelopt: fp8_pb_wo, phi3", "fp8: 48x20", "gpt2", "mixtral", "gpt_oss", "deepseek_v3, fp8", "experts: awq",
-    "big-endian", "gguf", "mistral",
+    "phi3", "views", "gguf: Q4_K", "gptq: gptq_ordered", "compressed: int8_packed", "fp8: 48x20", "gpt2", "gpt_oss",
+    "deepseek_v3, fp8",
 )  # fmt: skip
 FORMATS = [name for name in formats.FORMATS if name != "sharded_state"]
 

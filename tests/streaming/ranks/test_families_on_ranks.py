@@ -45,14 +45,8 @@ ODD_SIZES = {"qwen3_moe plain scores": 20}  # that eight ranks do not divide
 Mesh = tuple[int, int, int]  # T, E, P
 QUICK: list[tuple[str, Mesh]] = [
     ("llama", (4, 1, 1)),
-    ("qwen2", (2, 1, 2)),
-    ("mistral", (1, 1, 2)),
     ("gpt2", (2, 1, 1)),
-    ("gemma2", (4, 1, 1)),
-    ("stablelm parallel, norms, bias", (2, 1, 1)),
-    ("qwen2_moe", (4, 1, 1)),
     ("gpt_oss", (2, 4, 1)),
-    ("deepseek_v2", (2, 2, 1)),
     ("deepseek_v3", (4, 4, 1)),
     ("mixtral", (1, 4, 1)),
     ("qwen3_moe", (1, 2, 2)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -71,6 +72,21 @@ def test_a_model_on_two_ranks_answers_as_on_one_and_ends_its_followers(
         assert answers(llm) == expected
         assert statuses(started) == [None]
     assert statuses(started) == [0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="descriptors are listed in /proc")
+def test_a_run_that_is_over_holds_no_descriptor(four_layers: Path) -> None:
+    def run() -> int:
+        with LLM(four_layers, **TWO) as llm:
+            llm.logits(IDS)
+        return len(os.listdir("/proc/self/fd"))
+
+    gc.collect()  # of the tests before
+    gc.disable()  # nothing is left to a collection
+    try:
+        assert run() == run()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow
