@@ -57,7 +57,7 @@ def test_every_family_is_cut(name: str, scheme: str, ranks: int, tmp_path: Path)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_scales_that_reach_over_a_cut_are_those_of_the_whole(
     scheme: str, ranks: int, tiny_folder: Callable[[TinyModel], Path]
 ) -> None:

@@ -100,12 +100,12 @@ def test_each_file_holds_what_its_rank_keeps(
     [
         ("llama, tied", FOUR, "int8_per_channel"),  # the last ranks have no rows of the vocabulary
         ("phi3", TWO, "mxfp4"),
-        ("llama", {"pipeline_parallel_size": 2, **TWO}, "fp8_per_block"),
-        ("llama, tied", {"pipeline_parallel_size": 2}, "none"),
+        pytest.param("llama", {"pipeline_parallel_size": 2, **TWO}, "fp8_per_block", marks=pytest.mark.slow),
+        pytest.param("llama, tied", {"pipeline_parallel_size": 2}, "none", marks=pytest.mark.slow),
         ("gpt2", TWO, "fp8_per_channel"),  # biases that one rank alone has
-        ("qwen3_moe", {"expert_parallel_size": 2}, "fp8_per_block"),
+        pytest.param("qwen3_moe", {"expert_parallel_size": 2}, "fp8_per_block", marks=pytest.mark.slow),
         ("qwen3_moe", {"expert_parallel_size": 3, "expert_placement": "round_robin"}, "none"),
-        ("qwen2_moe", BOTH, "int4_per_group:32"),
+        pytest.param("qwen2_moe", BOTH, "int4_per_group:32", marks=pytest.mark.slow),
         ("mixtral", TWO | {"expert_map": "[[0, 1, 2], [3, 0, 4]]", "expert_parallel_size": 2}, "fp8_per_tensor"),
         ("deepseek_v3, fp8", BOTH, "none"),
     ],
