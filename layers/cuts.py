@@ -44,10 +44,10 @@ def cut_specs(specs: Sequence[LayerSpec], config: ModelConfig, topology: Topolog
     return tuple(found)
 
 
-def vocabulary_rows(vocab_size: int, topology: Topology) -> int:
+def vocabulary_rows(vocab_size: int, ranks: int) -> int:
     """Rows of the vocabulary for each rank, padding included; the last ranks may have fewer that exist, or none."""
     multiple = VOCABULARY_MULTIPLE
-    return -(-vocab_size // (multiple * topology.tensor)) * multiple
+    return -(-vocab_size // (multiple * ranks)) * multiple
 
 
 def stage_layers(specs: Sequence[LayerSpec], config: ModelConfig, topology: Topology) -> Iterator[LayerSpec]:
@@ -85,7 +85,7 @@ def cut_param(param: ParamSpec, topology: Topology) -> ParamSpec | None:
             units = sharding.units[0] if sharding.units else None
             return _columns_of(param, _shares(param, param.shape[1], units, topology, "inputs"), topology)
         case Split.VOCABULARY:
-            step, rows = vocabulary_rows(param.shape[0], topology), param.shape[0]
+            step, rows = vocabulary_rows(param.shape[0], topology.tensor), param.shape[0]
             starts = [min(rows, rank * step) for rank in range(topology.tensor + 1)]
             return _rows_of(param, [tuple(pairwise(starts))], topology)
         case Split.ROWS:
@@ -168,9 +168,7 @@ def _offsets(param: ParamSpec, parts: Sequence[Part]) -> list[int]:
     that is kept as one."""
     if param.kept_rows == param.section_rows:
         return [part.start for part in parts]
-    runs = (param.run_starts[param.run_at(part.section)] for part in parts)
-    starts = param.section_starts
-    return [starts[part.section] - starts[run] + part.start for part, run in zip(parts, runs, strict=True)]
+    return [param.offset_in_run(part.section) + part.start for part in parts]
 
 
 def scale_scope(param: ParamSpec, section: int) -> Scope:

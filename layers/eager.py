@@ -25,6 +25,7 @@ from layers.fused_experts import (
 from layers.weights import Dropped, LayerSpec, ParamSpec, Target, WeightMap
 from quant.disk_forms.form import disk_tensors, fill
 from quant.dtypes import to_torch
+from quant.scheme import empty_stored
 
 ALIGNMENT = 64
 
@@ -187,10 +188,7 @@ def fill_run(
         fill(form, tensors, param.scheme.section_views(stored, param.run_rows, run), shape=shape)
         return
     device = next(iter(stored.values())).device
-    held = {
-        name: torch.empty(spec.shape, dtype=to_torch(spec.dtype), device=device)
-        for name, spec in form.kept.storage((rows,), shape[1], wide=param.dtype).items()
-    }
+    held = empty_stored(form.kept.storage((rows,), shape[1], wide=param.dtype), device=device)
     fill(form, tensors, form.kept.section_views(held, (rows,), 0), shape=shape)
     wide = form.kept.dequantize(held, (rows,), dtype=to_torch(param.dtype), in_features=param.shape[1])
     first = param.run_starts[run]

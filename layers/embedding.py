@@ -17,7 +17,6 @@ from layers.context import StepContext
 from layers.cuts import vocabulary_rows
 from layers.linear import declare, stored_rows
 from layers.parallel import Group
-from layers.topology import Topology
 from layers.weights import ParamSpec
 from quant.scheme import Scheme
 from quant.sections import rows_at_once
@@ -59,7 +58,7 @@ class VocabularyRows:
             return logits
         if not logits.shape[0]:
             return logits.new_zeros(0, self.total)
-        padding = vocabulary_rows(self.total, Topology(tensor=group.size)) - self.count
+        padding = vocabulary_rows(self.total, group.size) - self.count
         padded = functional.pad(logits, (0, padding), value=float("-inf"))
         return torch.cat(group.all_gather(padded), dim=-1)[:, : self.total]
 

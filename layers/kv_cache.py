@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from layers.kv_forms import GROUP, cache_form, kept_tensors
 from layers.model_config import ModelConfig
 from quant.dtypes import DType, to_torch
+from quant.scheme import empty_stored
 
 if TYPE_CHECKING:
     import torch
@@ -96,9 +97,7 @@ class KVCache:
         check_cache_form(config, cache_dtype)
         _check_scales(config, cache_dtype, scales)
         tensors = kept_tensors(cache_dtype, _shape(config, max_tokens), wide=dtype, fnuz=fnuz)
-        self._kept: dict[str, torch.Tensor] = {
-            name: torch.empty(spec.shape, dtype=to_torch(spec.dtype), device=device) for name, spec in tensors.items()
-        }
+        self._kept = empty_stored(tensors, device=device)
         self._dtype, self._head_dim = to_torch(dtype), config.head_dim
         self._room = room or Room(torch.device(device))
         self._codecs = _make_codecs(config, cache_dtype, scales, torch.device(device))

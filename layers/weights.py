@@ -180,6 +180,21 @@ class ParamSpec:
             return self.cut.parts
         return tuple(Part(index, 0, section.rows) for index, section in enumerate(self.sections))
 
+    def run_of(self, section: int) -> int:
+        """The run of the uncut parameter that one of its own sections is of; 0 where that has no runs."""
+        return self.whole.run_at(self.parts[section].section)
+
+    def rows_in_run(self, section: int) -> tuple[int, int]:
+        """Its rows of a section, counted from the first row of the section's run in the uncut parameter."""
+        part = self.parts[section]
+        first = self.whole.offset_in_run(part.section)
+        return first + part.start, first + part.stop
+
+    def offset_in_run(self, section: int) -> int:
+        """The first row of a section, counted from that of its run."""
+        run = self.run_starts[self.run_at(section)]
+        return self.section_starts[section] - self.section_starts[run]
+
     @property
     def is_cut_within(self) -> bool:
         """Whether a rank has parts of sections, or of rows: not whole ones."""

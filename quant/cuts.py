@@ -114,6 +114,12 @@ def cut_stored(
     return found
 
 
+def put_parts(found: Mapping[str, torch.Tensor], out: Mapping[str, torch.Tensor]) -> None:
+    """Copy what `cut_stored` has found to where it stays."""
+    for name, tensor in found.items():
+        out[name].copy_(tensor)
+
+
 def _cut(tensor: torch.Tensor, cell: Cell, own: Cell, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
     taken = _along(tensor, 0, cell.rows, own.rows, rows)
     return _along(taken, 1, cell.columns, own.columns, columns) if tensor.dim() > 1 else taken

@@ -36,6 +36,15 @@ class StoredSpec:
         return prod(self.shape) * self.dtype.itemsize
 
 
+def empty_stored(specs: Mapping[str, StoredSpec], *, device: str | torch.device) -> dict[str, torch.Tensor]:
+    """Uninitialized tensors of these specs."""
+    import torch
+
+    from quant.dtypes import to_torch
+
+    return {name: torch.empty(one.shape, dtype=to_torch(one.dtype), device=device) for name, one in specs.items()}
+
+
 class Scheme(Protocol):
     """How a linear weight is kept. Implementations are frozen dataclasses; the first two methods import no torch."""
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 from quant.cell_maxima import MaximaLayout, local_maxima
 from quant.cells import SECTION, cells
-from quant.cuts import cut_stored
-from quant.dtypes import DType, to_torch
+from quant.cuts import cut_stored, put_parts
+from quant.dtypes import DType
 from quant.errors import QuantError
 from quant.float8 import Fp8PerChannel, Fp8PerTensor
 from quant.int8 import Int8PerChannel
-from quant.scheme import Scheme
+from quant.scheme import Scheme, empty_stored
 from quant.section_cuts import Scope, SectionCut, runs, runs_from, scope_of
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def quantize_whole(
     """Fill `out`, the views of the part, from the whole section's wide numbers: for the scope WHOLE. All that is stored
     of the section is held for the moment."""
     stored = _quantized(scheme, wide)
-    _copy(cut_stored(
+    put_parts(cut_stored(
         scheme, stored, part_scheme,
         rows=cut.rows, columns=cut.columns, total_rows=cut.total_rows, in_features=cut.in_features,
     ), out)  # fmt: skip
@@ -194,26 +194,16 @@ def _missing(number: int, size: int, first: int, own: tuple[int, int], count: in
 def _store(scheme: Scheme, part_scheme: Scheme, extended: _Extended, out: Mapping[str, torch.Tensor]) -> None:
     stored = _quantized(scheme, extended.wide)
     height, width = extended.wide.shape
-    _copy(cut_stored(
+    put_parts(cut_stored(
         scheme, stored, part_scheme,
         rows=extended.rows, columns=extended.columns, total_rows=height, in_features=width,
     ), out)  # fmt: skip
 
 
 def _quantized(scheme: Scheme, wide: torch.Tensor) -> dict[str, torch.Tensor]:
-    import torch
-
-    specs = scheme.storage((wide.shape[0],), wide.shape[1], wide=DType.F32)
-    stored = {
-        name: torch.empty(spec.shape, dtype=to_torch(spec.dtype), device=wide.device) for name, spec in specs.items()
-    }
+    stored = empty_stored(scheme.storage((wide.shape[0],), wide.shape[1], wide=DType.F32), device=wide.device)
     scheme.quantize_into(wide, stored)
     return stored
-
-
-def _copy(found: Mapping[str, torch.Tensor], out: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in found.items():
-        out[name].copy_(tensor)
 
 
 def _rows_of(stored: Mapping[str, torch.Tensor], scheme: Scheme, start: int, stop: int) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ import torch
 
 from quant.dtypes import to_torch
 from quant.requantize import requantize
+from quant.scheme import empty_stored
 from streaming.plan import LoadItem
 from streaming.stages import arrival, store_item
 
@@ -23,10 +24,7 @@ class Arrivals:
         run = item.param.run_at(item.section)
         key = (item.param.name, run)
         if key not in self._held:
-            self._held[key] = {
-                name: torch.empty(spec.shape, dtype=to_torch(spec.dtype), device=wide.device)
-                for name, spec in arrival(item).items()
-            }
+            self._held[key] = empty_stored(arrival(item), device=wide.device)
         held = self._held[key]
         store_item(item, wide, held)
         if item.completes:

@@ -30,7 +30,7 @@ def cut_items_of(param: ParamSpec, layer: str, numbers: Iterator[int], *, fillin
     """The items of this rank's part of a parameter."""
     make = _Maker(param, layer, numbers, filling)
     whole = param.whole
-    for run, sections in groupby(range(len(param.sections)), key=make.run_of):
+    for run, sections in groupby(range(len(param.sections)), key=param.run_of):
         form = whole.forms[run] if whole.forms else None
         if form is None:
             yield from make.wide(tuple(sections))
@@ -45,18 +45,12 @@ class _Maker:
     numbers: Iterator[int]
     filling: Filling
 
-    def run_of(self, section: int) -> int:
-        """The run of the uncut parameter that one of this rank's sections is of; 0 where it has no forms."""
-        whole = self.param.whole
-        return whole.run_at(self.param.parts[section].section) if whole.forms else 0
-
     # --- wide on disk
 
     def wide(self, sections: Sequence[int]) -> Iterator[LoadItem]:
         """Sections that are wide on disk."""
         sources = self.filling.sources.parts[self.param.name]
-        following = iter(groupby(sections, key=lambda s: id(sources[self.param.parts[s].section][0])))
-        for _, group in following:
+        for _, group in groupby(sections, key=lambda s: id(sources[self.param.parts[s].section][0])):
             same = tuple(group)
             info = sources[self.param.parts[same[0]].section][0]
             firsts = [sources[self.param.parts[s].section][1] for s in same]
@@ -165,9 +159,9 @@ class _Maker:
             if not by_rows:
                 yield self._leaf_whole(one, info, sections, ends=ends)
             elif whole.kept_as_stored and self._is_kept_by_rows(one, form):
-                yield from self._leaf_kept(one, as_rows(info, whole.run_rows[run]), run, form, sections)
+                yield from self._leaf_kept(one, as_rows(info, whole.run_rows[run]), form, sections)
             else:
-                yield from self._leaf_held(one, as_rows(info, whole.run_rows[run]), run, sections, ends=ends)
+                yield from self._leaf_held(one, as_rows(info, whole.run_rows[run]), sections, ends=ends)
 
     def _is_kept_by_rows(self, one: DiskTensor, form: DiskForm) -> bool:
         """Whether rows on disk are rows of what is kept of a part, too: not where a group or block is cut, whose scale
@@ -182,13 +176,13 @@ class _Maker:
         return replace(item, leaf=one.leaf, fills=one.fills, held=True, completes=ends)
 
     def _leaf_kept(
-        self, one: DiskTensor, info: TensorInfo, run: int, form: DiskForm, sections: Sequence[int]
+        self, one: DiskTensor, info: TensorInfo, form: DiskForm, sections: Sequence[int]
     ) -> Iterator[LoadItem]:
         """Rows that are kept byte for byte, as they are or this rank's columns of them."""
         packed, stride, columns = self._bytes_of(one, info, form)
         direct = self.filling.direct and columns is None and info.is_plain
         for section in sections:
-            first, stop = self._in_run(section, run)
+            first, stop = self.param.rows_in_run(section)
             for start, end in runs_of_rows(info, (first, stop), item_nbytes=self.filling.item_nbytes):
                 item = self._item(section, packed, (start, end), (start - first, end - first))
                 yield replace(
@@ -214,16 +208,16 @@ class _Maker:
         return _packed_bytes(info, span), info.row_nbytes, None
 
     def _leaf_held(
-        self, one: DiskTensor, info: TensorInfo, run: int, sections: Sequence[int], *, ends: bool
+        self, one: DiskTensor, info: TensorInfo, sections: Sequence[int], *, ends: bool
     ) -> Iterator[LoadItem]:
         """Rows of what is cut, or quantized anew, once it is there: this rank's own, or all where a scale depends on
         more."""
         whole = self.param.whole
         for section in sections:
-            first, stop = self._in_run(section, run)
+            first, stop = self.param.rows_in_run(section)
             if not whole.kept_as_stored and scale_scope(self.param, section) is not Scope.OWN:
                 part = self.param.parts[section].section
-                first = whole.section_starts[part] - whole.section_starts[whole.run_starts[run]]
+                first = whole.offset_in_run(part)
                 stop = first + whole.section_rows[part]
             own = self.param.section_rows[section]
             spans = list(runs_of_rows(info, (first, stop), item_nbytes=self.filling.item_nbytes))
@@ -233,12 +227,6 @@ class _Maker:
                 yield replace(
                     item, leaf=one.leaf, fills=one.fills, held=True, completes=ends and last and section == sections[-1]
                 )
-
-    def _in_run(self, section: int, run: int) -> Span:
-        """This rank's rows of a section, counted from the first row of its run on disk."""
-        whole, part = self.param.whole, self.param.parts[section]
-        first = whole.section_starts[part.section] - whole.section_starts[whole.run_starts[run]]
-        return first + part.start, first + part.stop
 
 
 def columns_alone(info: TensorInfo, columns: Span, *, whole_rows: bool) -> TensorInfo | None:

@@ -9,15 +9,14 @@ import torch
 
 from layers.cuts import scale_scope
 from layers.weights import ParamSpec
-from quant.cuts import cut_stored
+from quant.cuts import cut_stored, put_parts
 from quant.disk_forms.form import same_bytes
 from quant.dtypes import to_torch
 from quant.requantize import requantize, wide_rows
-from quant.scheme import Scheme
-from quant.sections import cut_rows
+from quant.scheme import Scheme, empty_stored
 from quant.shared_scales import Scope, SectionCut, local_maxima, quantize_part, quantize_whole
 from streaming.load_plan import LoadItem
-from streaming.stages import is_as_stored
+from streaming.stages import is_as_stored, item_views
 
 Maximum = Callable[[torch.Tensor], torch.Tensor]
 """The elementwise maximum over the ranks that share a layer; entered by all of them in plan order."""
@@ -28,7 +27,7 @@ def store_part(item: LoadItem, wide: torch.Tensor, stored: Stored, *, maximum: M
     """Quantize the wide numbers of an item of a cut parameter into their place, section by section; scales that other
     ranks have a part in are agreed with them, or made of the whole section, where that is what `wide` is."""
     for part, numbers in _sections(item, wide):
-        views = _views(part, stored)
+        views = item_views(part, stored)
         scope = scale_scope(item.param, part.section)
         cut, whole, own = _cut_of_run(part), item.param.whole.scheme, item.param.scheme
         numbers = numbers.contiguous()
@@ -57,16 +56,6 @@ def _sections(item: LoadItem, wide: torch.Tensor) -> Iterator[tuple[LoadItem, to
         first += rows
 
 
-def _views(item: LoadItem, stored: Stored) -> dict[str, torch.Tensor]:
-    """What an item of one section fills of the parameter's stored tensors."""
-    param, rows = item.param, item.param.section_rows[item.section]
-    views = param.scheme.section_views(stored, param.section_rows, item.section)
-    if item.section_rows == (0, rows):
-        return views
-    start, stop = item.section_rows
-    return cut_rows(views, rows=rows, multiple=param.scheme.row_multiple, start=start, stop=stop)
-
-
 def _cut_of_run(item: LoadItem) -> SectionCut:
     """How the rows of an item are cut: those of a run of rows as if they were a section, which is cut by columns, or
     not at all, for no scale reaches over its edges."""
@@ -78,15 +67,10 @@ def _cut_of_run(item: LoadItem) -> SectionCut:
     return replace(cut, total_rows=rows, rows=(0, rows), row_edges=())
 
 
-def _empty(scheme: Scheme, rows: int, width: int, param: ParamSpec, device: torch.device) -> dict[str, torch.Tensor]:
-    storage = scheme.storage((rows,), width, wide=param.dtype)
-    held = {name: torch.empty(spec.shape, dtype=to_torch(spec.dtype), device=device) for name, spec in storage.items()}
-    return scheme.section_views(held, (rows,), 0)
-
-
-def _copy(found: Stored, views: Stored) -> None:
-    for name, tensor in found.items():
-        views[name].copy_(tensor)
+def _empty(param: ParamSpec, kept: Scheme, run: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Memory for a whole run of sections in the form on disk."""
+    whole = param.whole
+    return empty_stored(kept.storage((whole.run_rows[run],), whole.shape[1], wide=whole.dtype), device=device)
 
 
 class CutArrivals:
@@ -100,10 +84,9 @@ class CutArrivals:
     def store(self, item: LoadItem, wide: torch.Tensor, stored: Stored) -> None:
         """Hold one tensor of the form on disk; with the last one of a stored tensor, or of the run, store the part."""
         param, run = item.param, item.disk_run
-        rows, width, kept = param.whole.run_rows[run], param.whole.shape[1], item.form.kept
         if self._key != (param.name, run):
             self._held = {}  # before there is another
-            self._key, self._held = (param.name, run), _empty(kept, rows, width, param, wide.device)
+            self._key, self._held = (param.name, run), _empty(param, item.form.kept, run, wide.device)
         if is_as_stored(item):
             place = self._held[item.fills][slice(*item.rows)]
             place.copy_(same_bytes(wide, place))
@@ -124,17 +107,17 @@ class CutArrivals:
         for section in _of_run(param, run):
             views = param.scheme.section_views(stored, param.section_rows, section)
             found = cut_stored(
-                item.form.kept, {item.fills: self._held[item.fills]}, param.scheme, rows=_rows_in_run(param, section),
+                item.form.kept, {item.fills: self._held[item.fills]}, param.scheme, rows=param.rows_in_run(section),
                 columns=param.cut.columns, total_rows=param.whole.run_rows[run], in_features=param.whole.shape[1],
             )  # fmt: skip
-            _copy(found, views)
+            put_parts(found, views)
 
     def _quantize(self, item: LoadItem, section: int, stored: Stored) -> None:
         param, run = item.param, item.disk_run
         assert param.cut is not None
         whole, dtype = param.whole, to_torch(param.dtype)
         views = param.scheme.section_views(stored, param.section_rows, section)
-        first, stop = _rows_in_run(param, section)
+        first, stop = param.rows_in_run(section)
         total, width, kept = whole.run_rows[run], whole.shape[1], item.form.kept
         if scale_scope(param, section) is not Scope.OWN:
             begin = first - param.parts[section].start
@@ -154,12 +137,4 @@ class CutArrivals:
 
 def _of_run(param: ParamSpec, run: int) -> list[int]:
     """This rank's sections that are of one run of the uncut parameter."""
-    return [index for index, part in enumerate(param.parts) if param.whole.run_at(part.section) == run]
-
-
-def _rows_in_run(param: ParamSpec, section: int) -> tuple[int, int]:
-    """This rank's rows of a section, counted from the first row of its run."""
-    whole, part = param.whole, param.parts[section]
-    run = whole.run_starts[whole.run_at(part.section)]
-    first = whole.section_starts[part.section] - whole.section_starts[run]
-    return first + part.start, first + part.stop
+    return [section for section in range(len(param.sections)) if param.run_of(section) == run]

@@ -18,7 +18,7 @@ import torch
 
 from layers.weights import ParamSpec
 from quant.dtypes import to_torch
-from quant.scheme import StoredSpec
+from quant.scheme import StoredSpec, empty_stored
 from streaming.budget import passing_nbytes
 from streaming.errors import BudgetError, OptionError
 from streaming.kept_maps import KeptMaps
@@ -302,11 +302,7 @@ class CudaDevice:
         self._read_plan = reader.read_plan
         self._stream = torch.cuda.Stream(self.torch_device)
         self.stored: StoredTensors = {
-            param.name: {
-                key: torch.empty(spec.shape, dtype=to_torch(spec.dtype), device=self.torch_device)
-                for key, spec in param.storage().items()
-            }
-            for param in _params(plan)
+            param.name: empty_stored(param.storage(), device=self.torch_device) for param in _params(plan)
         }
         # Memory that an earlier model gave back may still be in use on the stream it came from: once, before the first
         # copy, all of that is awaited.

@@ -20,18 +20,17 @@ import torch
 from layers.parallel import SingleGroup
 from layers.topology import Topology
 from streaming.accounts import Accounts
-from streaming.arrivals import Arrivals
-from streaming.cut_storing import CutArrivals, store_part
 from streaming.device import Device
-from streaming.errors import LayerLoadError, StreamClosedError, StreamingError
+from streaming.errors import LayerLoadError, StreamClosedError
 from streaming.expert_plan import FETCHING_THREADS, ExpertLayer
 from streaming.hooks import Hooks
 from streaming.item_bytes import ItemBytes, open_item_bytes
+from streaming.item_storing import ItemStoring, item_failure, wide_numbers
 from streaming.item_words import log_item
 from streaming.plan import LoadItem
 from streaming.prepare import Prepared
 from streaming.residency import Residency
-from streaming.stages import is_quantized, item_views, needs_host, place_of_rows, slice_item, store_item
+from streaming.stages import item_views
 from streaming.trace import Tracer
 from streaming.weight_checks import WeightChecks
 
@@ -215,7 +214,8 @@ class ExpertLoader:
     # --- one unit
 
     def _load(self, layer: ExpertLayer, unit: int) -> None:
-        name, arrivals, cut_arrivals = layer.plan.name, Arrivals(), CutArrivals()
+        name = layer.plan.name
+        storing = ItemStoring(SingleGroup().maximum)  # the plan has no scales that ranks must agree on
         self.residency.reserve(name)
         for item in layer.items_of(unit):
             if self._stopped:
@@ -225,13 +225,13 @@ class ExpertLoader:
             with self._stage(item, "read", nbytes=item.read_nbytes):
                 raw = self.items.read(item, place)
             with self._stage(item, "slice"), self.device.working():
-                wide = self._wide(item, raw) if place is None else place
+                wide = wide_numbers(item, raw, self.device) if place is None else place
                 with self._noting:
                     self.checks.add(item, wide)
             if place is not None:
                 continue
             with self._stage(item, "quantize"), self.device.working():
-                self._store(item, wide, arrivals, cut_arrivals)
+                storing.store(item, wide, self.device.stored[item.param.name])
                 moment = self.device.moment()
             self.device.await_moment(moment)
         self._publish(layer, unit)
@@ -250,14 +250,10 @@ class ExpertLoader:
         begin_s = time.monotonic()
         try:
             yield
-        except LayerLoadError:
-            raise
-        except StreamClosedError:
+        except (LayerLoadError, StreamClosedError):
             raise
         except Exception as error:
-            ours = isinstance(error, (StreamingError, MemoryError))
-            cause = error if ours else f"{type(error).__name__}: {error}"
-            raise LayerLoadError(item.layer, stage, item.tensor.name, cause) from error
+            raise item_failure(item, stage, error) from error
         finally:
             end_s = time.monotonic()
             with self._noting:
@@ -265,30 +261,13 @@ class ExpertLoader:
                 self._seconds[key] = self._seconds.get(key, 0.0) + end_s - begin_s
         self.tracer.add(stage, item.tensor.name, start_s=begin_s, end_s=end_s, layer=item.layer, args=args)
 
-    def _wide(self, item: LoadItem, raw: torch.Tensor) -> torch.Tensor:
-        on_host = self.device.torch_device.type == "cpu"
-        place = place_of_rows(item, self.device.stored[item.param.name]) if on_host else None
-        if needs_host(item):
-            return self.device.bring(slice_item(item, raw, place))
-        return slice_item(item, self.device.bring(raw), place)
-
-    def _store(self, item: LoadItem, wide: torch.Tensor, arrivals: Arrivals, cut_arrivals: CutArrivals) -> None:
-        stored = self.device.stored[item.param.name]
-        if item.held:
-            cut_arrivals.store(item, wide, stored)
-        elif item.param.is_cut_within and is_quantized(item):
-            store_part(item, wide, stored, maximum=SingleGroup().maximum)  # the plan has none that ranks must agree on
-        elif item.leaf and not item.param.kept_as_stored:
-            arrivals.store(item, wide, stored)
-        else:
-            store_item(item, wide, stored)
-
     def _publish(self, layer: ExpertLayer, unit: int) -> None:
         name = layer.plan.name
         with self._noting:
             for item in layer.items_of(unit):
                 self._accounts.note(item)
-            self._judge()
+            with self.device.working():
+                self.checks.settle(strict=self.check_weights, warn=self.hooks.warn)
         with self._changed:
             self._undone[name] -= 1
             whole = self._undone[name] == 0
@@ -301,13 +280,6 @@ class ExpertLoader:
                 self.hooks.on_stage(name, stage, nbytes, self._seconds.get((name, stage), 0.0))
             with self._changed:
                 self._unready -= 1
-
-    def _judge(self) -> None:
-        with self.device.working():
-            for item, fault in list(self.checks.judge()):
-                if self.check_weights:
-                    raise LayerLoadError(item.layer, "check", item.tensor.name, fault)
-                self.hooks.warn(fault)
 
 
 def _key(unit: int) -> str:

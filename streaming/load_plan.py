@@ -84,7 +84,7 @@ class LoadItem:
     @property
     def disk_run(self) -> int:
         """The run of sections, of the uncut parameter, that it is a part of; only of items with a `leaf`."""
-        return self.param.whole.run_at(self.param.parts[self.section].section)
+        return self.param.run_of(self.section)
 
     @property
     def run_nbytes(self) -> int:

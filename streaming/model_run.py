@@ -73,6 +73,9 @@ async def run_model(
             prepared, reader, device, processing, features=features, tracer=tracer, clock=clock, hooks=hooks,
             ranks=ranks, groups=groups,
         )  # fmt: skip
+        told = replace(hooks, warn=partial(_note, streamed, hooks.warn))
+        if prepared.plan.experts:
+            streamed.runner.experts = _open_experts(streamed, device, processing, told)
     except BaseException:
         if groups is not None:
             groups.close()
@@ -80,7 +83,6 @@ async def run_model(
             ranks.close()
         device.close()
         raise
-    told = replace(hooks, warn=partial(_note, streamed, hooks.warn))
     if ranks is not None:
         ranks.show_warnings(told.warn)
     pipeline = _pipeline(streamed, reader, device, processing, hooks=told, groups=groups)
@@ -150,8 +152,6 @@ def _assemble(
         ranks.bind(residency, streamed.fail)
     for text in prepared.warnings:
         _note(streamed, hooks.warn, text)
-    if apart:
-        runner.experts = _open_experts(streamed, device, processing, hooks)
     return streamed
 
 
@@ -184,8 +184,7 @@ def _open_experts(streamed: StreamedModel, device: Device, processing: PostProce
                 f"--moe-load routed_first: on {prepared.options.device} the experts of {one.of} are processed once "
                 "they are whole; leave the option out"
             )
-    told = replace(hooks, warn=partial(_note, streamed, hooks.warn))
-    return open_experts(prepared, device, streamed.residency, streamed.tracer, hooks=told)
+    return open_experts(prepared, device, streamed.residency, streamed.tracer, hooks=hooks)
 
 
 def _note(streamed: StreamedModel, warn: Callable[[str], None], text: str) -> None:

@@ -131,8 +131,6 @@ class LoadOptions:
 
     def topology(self, rank: int = 0) -> Topology:
         """The ranks that share the model, seen from one of them. Raises OptionError for sizes that make no mesh."""
-        from streaming.ranks.expert_map import parse_expert_map
-
         tensor, expert = self.tensor_parallel_size, self.expert_parallel_size
         try:
             return Topology(
@@ -141,11 +139,18 @@ class LoadOptions:
                 pipeline=self.pipeline_parallel_size,
                 rank=rank,
                 placement=self.expert_placement,
-                expert_map=None if self.expert_map is None else parse_expert_map(self.expert_map),
+                expert_map=self._parsed_map(),
             )
         except ShardError as error:
             names = [flag for flag, given in self._mesh_flags() if given]
             raise OptionError(f"{' and '.join(names) or '--tensor-parallel-size'}: {error}") from None
+
+    def _parsed_map(self) -> tuple[tuple[int, ...], ...] | None:
+        if self.expert_map is None:
+            return None
+        from streaming.ranks.expert_map import parse_expert_map
+
+        return parse_expert_map(self.expert_map)
 
     def _mesh_flags(self) -> tuple[tuple[str, bool], ...]:
         return (

@@ -31,19 +31,19 @@ from anyio.abc import ObjectReceiveStream, ObjectSendStream
 
 from layers.parallel import Group, SingleGroup
 from streaming.accounts import Accounts
-from streaming.arrivals import Arrivals
 from streaming.batches import batches
-from streaming.cut_storing import CutArrivals, Maximum, store_part
+from streaming.cut_storing import Maximum
 from streaming.device import Device
-from streaming.errors import LayerLoadError, RankError, StreamClosedError, StreamingError
+from streaming.errors import LayerLoadError, RankError, StreamClosedError
 from streaming.file_faults import changed_fault, system_fault
 from streaming.hooks import Hooks
+from streaming.item_storing import ItemStoring, item_failure, wide_numbers
 from streaming.item_words import log_item
 from streaming.plan import LayerPlan, LoadItem, LoadPlan
 from streaming.post_processing import NO_PROCESSING, PostProcessing
 from streaming.reader import Completion, Reader
 from streaming.residency import Residency
-from streaming.stages import is_quantized, item_views, needs_host, place_of_rows, share, slice_item, store_item
+from streaming.stages import item_views, share
 from streaming.trace import Tracer
 from streaming.weight_checks import WeightChecks
 
@@ -84,8 +84,9 @@ class Pipeline:
     _first: dict[int, LayerPlan] = field(default_factory=dict)  # a layer's first item -> the layer
     _last: dict[int, LayerPlan] = field(default_factory=dict)  # and its last
     _accounts: Accounts = field(default_factory=lambda: Accounts(()))
-    _arrivals: Arrivals = field(default_factory=Arrivals)
-    _cut_arrivals: CutArrivals = field(default_factory=CutArrivals)
+
+    def __post_init__(self) -> None:
+        self._storing = ItemStoring(self.maximum)
 
     async def run(self) -> None:
         """Load everything. Raises LayerLoadError for the first item that fails, WorkerError when the reader dies."""
@@ -154,7 +155,7 @@ class Pipeline:
                 try:
                     self.residency.reserve(items[0].layer)
                 except Exception as error:  # a callback's
-                    raise _failure(items[0], "slice", error) from error
+                    raise item_failure(items[0], "slice", error) from error
                 self.residency.mark(items[0].layer, "slice")
                 await send.send(await self._worker(items, "slice", self._slice_now))
 
@@ -172,20 +173,9 @@ class Pipeline:
             self.device.make_room(layer)
         raw = torch.empty(item.nbytes, dtype=torch.uint8) if item.is_received else self.device.staged(item)
         with self.device.working(), self._span("slice", item):
-            wide = self._wide(item, share(item, raw, group=self.reads))
+            wide = wide_numbers(item, share(item, raw, group=self.reads), self.device)
             self.checks.add(item, wide)
         return _Work(item, wide, self.device.moment())
-
-    def _wide(self, item: LoadItem, raw: torch.Tensor) -> torch.Tensor:
-        if needs_host(item):
-            return self.device.bring(slice_item(item, raw, self._final_view(item)))
-        return slice_item(item, self.device.bring(raw), self._final_view(item))
-
-    def _final_view(self, item: LoadItem) -> torch.Tensor | None:
-        """Where a converted item that is not quantized can be written at once."""
-        if self.device.torch_device.type != "cpu":
-            return None
-        return place_of_rows(item, self.device.stored[item.param.name])
 
     async def _quantize(self, receive: ObjectReceiveStream[_Batch], send: ObjectSendStream[_Batch]) -> None:
         async with receive, send:
@@ -215,15 +205,7 @@ class Pipeline:
     def _quantize_now(self, work: _Work, item: LoadItem) -> _Work:
         assert work.wide is not None
         with self.device.working(), self._span("quantize", item):
-            stored = self.device.stored[item.param.name]
-            if item.held:
-                self._cut_arrivals.store(item, work.wide, stored)
-            elif item.param.is_cut_within and is_quantized(item):
-                store_part(item, work.wide, stored, maximum=self.maximum)
-            elif item.leaf and not item.param.kept_as_stored:
-                self._arrivals.store(item, work.wide, stored)
-            else:
-                store_item(item, work.wide, stored)
+            self._storing.store(item, work.wide, self.device.stored[item.param.name])
         moment = self.device.moment()
         self.device.await_moment(work.moment)  # the window's bytes are on the device: they may be overwritten
         return _Work(item, None, moment)
@@ -268,17 +250,13 @@ class Pipeline:
         except LayerLoadError:
             raise
         except Exception as error:
-            raise _failure(item, "publish", error) from error
+            raise item_failure(item, "publish", error) from error
 
     def _judge(self, item: LoadItem) -> None:
         if self.device.torch_device.type != "cpu" and not self.check_weights and item.index < len(self.plan.items) - 1:
             return  # a look at the numbers would wait for the device: once, at the end
         with self.device.working():
-            faults = list(self.checks.judge())
-        for faulty, fault in faults:
-            if self.check_weights:
-                raise LayerLoadError(faulty.layer, "check", faulty.tensor.name, fault)
-            self.hooks.warn(fault)
+            self.checks.settle(strict=self.check_weights, warn=self.hooks.warn)
 
     def _passed(self, item: LoadItem, stage: str) -> None:
         """An item has left a stage; with the layer's last one the whole layer has."""
@@ -311,7 +289,7 @@ class Pipeline:
         except (RankError, StreamClosedError):  # of another rank, or of the end: not this item's
             raise
         except Exception as error:
-            raise _failure(item, stage, error) from error
+            raise item_failure(item, stage, error) from error
         finally:
             self._spend(item, stage, time.monotonic() - begin)
 
@@ -320,11 +298,6 @@ class Pipeline:
 
     def _span(self, lane: str, item: LoadItem) -> Any:
         return self.tracer.span(lane, item.tensor.name, layer=item.layer)
-
-
-def _failure(item: LoadItem, stage: str, error: Exception) -> LayerLoadError:
-    ours = isinstance(error, (StreamingError, MemoryError))
-    return LayerLoadError(item.layer, stage, item.tensor.name, error if ours else f"{type(error).__name__}: {error}")
 
 
 def published_rows(item: LoadItem) -> int:

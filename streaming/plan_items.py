@@ -54,8 +54,7 @@ def _form_items(
     form = param.forms[run]
     assert form is not None
     rows, count = param.run_rows[run], param.runs[run]
-    uncut = run if param.cut is None else param.whole.run_at(param.parts[section].section)
-    tensors = filling.sources.coded[param.name][uncut]
+    tensors = filling.sources.coded[param.name][param.run_of(section)]
     wanted = [one for one in disk_tensors(form, rows, param.shape[1]) if one.fills and one.leaf in tensors]
     for one in wanted:
         info, last = tensors[one.leaf], one is wanted[-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +15,7 @@ from layers.decoder import DecoderModel
 from layers.parallel import Groups
 from layers.topology import Topology
 from quant.kernels import Kernels
+from streaming.cores import core_count
 from streaming.device import Device
 from streaming.embedding_rows import EmbeddingRows
 from streaming.panel_pool import PanelPool
@@ -39,7 +39,7 @@ class ThreadCounts:
 def choose_threads(asked: int | None) -> ThreadCounts:
     """Counts for this machine. On two cores a second compute thread while loading slows the load by a fifth: its
     workers spin where the reader should run."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = core_count()
     resident = asked or min(torch.get_num_threads(), cores)
     return ThreadCounts(loading=max(1, min(resident, cores - 1) // 2), resident=resident)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from layers.model_config import NormKind
 from layers.weights import ParamKind
 from quant.dtypes import DType
-from streaming.plan import LoadItem
+from streaming.errors import LayerLoadError
+from streaming.load_plan import LoadItem
 
 logger = logging.getLogger(__name__)
 _Key = tuple[str, str, int]  # tensor, parameter, where it begins in the file (one expert of many in one tensor)
@@ -42,6 +43,13 @@ class WeightChecks:
         self._rows[key] = self._rows.get(key, 0) + item.rows[1] - item.rows[0]
         if item.param.is_cut_within or self._rows[key] >= (item.tensor.shape or (1,))[0]:
             self._whole.append((item, key))
+
+    def settle(self, *, strict: bool, warn: Callable[[str], None]) -> None:
+        """Warn of new faults; raise LayerLoadError for the first of them where that is `strict`."""
+        for item, fault in list(self.judge()):
+            if strict:
+                raise LayerLoadError(item.layer, "check", item.tensor.name, fault)
+            warn(fault)
 
     def judge(self) -> Iterator[tuple[LoadItem, str]]:
         """New faults of tensors that are whole by now: an item of the tensor, and a line for people.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +12,7 @@ from pathlib import Path
 from streaming import cli
 from streaming.commands.generate import progress_hooks
 from streaming.commands.weights_only import check_weights_only
+from streaming.cores import core_count
 from streaming.errors import OptionError
 from streaming.interrupts import interrupt_kept
 from streaming.new_folder import check_room
@@ -71,7 +71,7 @@ def _plans(model: str, asked: LoadOptions) -> Iterator[Prepared]:
     """The load of every rank; those that are loaded together share the cores. Of the model single layers are held, so
     the memory of a whole load is not asked for."""
     topology = asked.topology()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = core_count()
     threads = asked.threads or (None if topology.tensor == 1 else max(1, cores // topology.tensor))
     options = replace(asked, memory=None, threads=threads)
     return (prepare(model, options, rank=rank) for rank in range(topology.world))

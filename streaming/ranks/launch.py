@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from streaming.cores import core_count
 from streaming.errors import OptionError, WorkerError
 from streaming.options import LoadOptions
 from streaming.ranks.hub import Hub, open_hub
@@ -59,7 +60,7 @@ def rank_options(options: LoadOptions, *, rank: int, environ: Mapping[str, str] 
     if world == 1:
         return options
     local_rank, local_world = (rank, world) if launched is None else (launched.local_rank, launched.local_world)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = core_count()
     return replace(
         options,
         device=f"cuda:{local_rank}" if options.device == "cuda" else options.device,

@@ -67,8 +67,8 @@ def test_the_vocabulary_is_cut_in_multiples_of_64_and_the_last_rank_may_have_not
         Part(0, 150, 150),
     ]
     assert [table.shape for table in tables] == [(64, 48), (64, 48), (22, 48), (0, 48)]
-    assert vocabulary_rows(150, Topology(4)) == 64
-    assert vocabulary_rows(151_936, Topology(8)) == 19_008
+    assert vocabulary_rows(150, 4) == 64
+    assert vocabulary_rows(151_936, 8) == 19_008
 
 
 def test_what_is_added_to_a_sum_is_on_the_first_rank_alone() -> None:

@@ -36,11 +36,11 @@ class Held:
     """A stage's function that waits, from the first item of layers.1 on, until the test lets it go."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-        import streaming.pipeline
+        import streaming.item_storing
 
         self.entered, self.go_on, self.calls = threading.Event(), threading.Event(), 0
-        self._function = getattr(streaming.pipeline, name)
-        monkeypatch.setattr(f"streaming.pipeline.{name}", self._hold)
+        self._function = getattr(streaming.item_storing, name)
+        monkeypatch.setattr(f"streaming.item_storing.{name}", self._hold)
 
     def _hold(self, item: LoadItem, *rest: Any) -> Any:
         if item.layer != "layers.0":

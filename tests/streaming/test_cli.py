@@ -301,7 +301,7 @@ def test_verify_finds_a_difference(
     def store_wrong(item: Any, wide: torch.Tensor, views: Any) -> None:
         store_item(item, wide * 2 if item.tensor.name == name else wide, views)
 
-    monkeypatch.setattr("streaming.pipeline.store_item", store_wrong)
+    monkeypatch.setattr("streaming.item_storing.store_item", store_wrong)
     done = firstlayer("verify", four_layers, "--dtype", "float32", "--json")
     found = json.loads(done.out)
     assert (done.status, found["equal"]) == (1, False)

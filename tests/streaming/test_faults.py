@@ -53,16 +53,16 @@ def failing_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def failing_function(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     def arrange(monkeypatch: pytest.MonkeyPatch) -> None:
-        import streaming.pipeline
+        import streaming.item_storing
 
-        function = getattr(streaming.pipeline, name)
+        function = getattr(streaming.item_storing, name)
 
         def fail(item: LoadItem, *rest: Any) -> Any:
             if item.tensor.name == TENSOR:
                 raise RuntimeError("it broke")
             return function(item, *rest)
 
-        monkeypatch.setattr(f"streaming.pipeline.{name}", fail)
+        monkeypatch.setattr(f"streaming.item_storing.{name}", fail)
 
     return arrange
 
@@ -215,9 +215,9 @@ def test_the_error_has_its_cause(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_of_two_failures_at_once_one_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Items stand in slice and quantize at the same time, and both fail: still no group of errors."""
-    monkeypatch.setattr("streaming.pipeline.slice_item", fail_from("slice", TENSOR))
+    monkeypatch.setattr("streaming.item_storing.slice_item", fail_from("slice", TENSOR))
     monkeypatch.setattr(
-        "streaming.pipeline.store_item", fail_from("quantize", "model.layers.1.post_attention_layernorm.weight")
+        "streaming.item_storing.store_item", fail_from("quantize", "model.layers.1.post_attention_layernorm.weight")
     )
     for _ in range(5):
         assert isinstance(one_failed_run(folder), LayerLoadError)

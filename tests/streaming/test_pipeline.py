@@ -198,7 +198,7 @@ def test_nothing_beyond_the_window_is_read_while_the_quantizer_is_busy(
         assert go_on.wait(SOON_S)
         store_item(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("streaming.pipeline.store_item", slow_store)
+    monkeypatch.setattr("streaming.item_storing.store_item", slow_store)
     window = largest_staged(four_layers, dtype="float32")
     log, gate = WindowLog(), Gate(opened=True)
     with (

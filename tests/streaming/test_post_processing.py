@@ -136,7 +136,7 @@ def test_a_layer_is_processed_behind_its_last_weight_and_before_anyone_has_it(
     tiny_folder: Folders, fnuz: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    note(monkeypatch, order, "streaming.pipeline.store_item", lambda item, *_: item.layer)
+    note(monkeypatch, order, "streaming.item_storing.store_item", lambda item, *_: item.layer)
     note(monkeypatch, order, "streaming.post_processing.PostProcessing.process", lambda _self, _s, spec: spec.name)
     note(monkeypatch, order, "streaming.residency.Residency.publish", lambda _self, layer, **_: layer)
     with LLM(tiny_folder(MODEL), device="cuda", quantization="fp8_per_channel") as llm:

@@ -430,7 +430,7 @@ def test_a_layer_that_cannot_be_loaded_leaves_nothing(
     def fail(*_: object, **__: object) -> None:
         raise ValueError("broken on purpose")
 
-    monkeypatch.setattr("streaming.pipeline.store_item", fail)
+    monkeypatch.setattr("streaming.item_storing.store_item", fail)
     out = tmp_path / "out"
     options = ["--quantization", "fp8_per_tensor", "--quiet"]
     found = error_of(capfd, "save-shards", tiny_folder(TinyModel()), "--out", out, *options)

@@ -311,7 +311,7 @@ def test_a_rank_that_fails_ends_the_others_that_agree_with_it(model: Path, monke
             raise ValueError("broken on purpose")
         store_part(item, *given, **named)
 
-    monkeypatch.setattr("streaming.pipeline.store_part", fail)
+    monkeypatch.setattr("streaming.item_storing.store_part", fail)
     with pytest.raises(Exception, match=r"layer layers.0, stage quantize, tensor .*ValueError: broken on purpose"):
         load_parts(ranks, "layers.0", hooks=Hooks())
 
