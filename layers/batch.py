@@ -37,6 +37,11 @@ class Batch:
         """The row of each sequence's last token: where its next token is predicted."""
         return tuple(sequence.stop - 1 for sequence in self.sequences)
 
+    def last(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """The rows of each sequence's last `counts` tokens."""
+        pairs = zip(self.sequences, counts, strict=True)
+        return tuple(row for sequence, count in pairs for row in range(sequence.stop - count, sequence.stop))
+
     def advance(self) -> None:
         """Count this step's tokens in the caches, after every layer has run."""
         for sequence in self.sequences:

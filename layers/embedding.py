@@ -6,7 +6,8 @@ those that have any. A token's vector comes from the rank that has its row; logi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -136,8 +137,20 @@ def project(
     for start in range(0, rows, step):
         stop = min(rows, start + step)
         ctx.check()
-        ctx.await_rows(param, stop)
         added = None if bias is None else bias[start:stop]
-        chunk = stored_rows(stored, row_multiple=scheme.row_multiple, start=start, stop=stop)
-        logits[:, start:stop] = scheme.linear(x, chunk, (stop - start,), added, kernels=ctx.kernels)
+        with _rows(stored, start, stop, param=param, multiple=scheme.row_multiple, ctx=ctx) as chunk:
+            logits[:, start:stop] = scheme.linear(x, chunk, (stop - start,), added, kernels=ctx.kernels)
     return logits
+
+
+@contextmanager
+def _rows(
+    stored: Mapping[str, torch.Tensor], start: int, stop: int, *, param: str, multiple: int, ctx: StepContext
+) -> Iterator[Mapping[str, torch.Tensor]]:
+    """What is stored for a chunk of rows, once it is there."""
+    leased = nullcontext() if ctx.weights is None else ctx.weights.lease_rows(param, start, stop)
+    with leased as chunk:
+        if chunk is None:
+            ctx.await_rows(param, stop)
+            chunk = stored_rows(stored, row_multiple=multiple, start=start, stop=stop)
+        yield chunk

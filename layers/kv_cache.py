@@ -105,11 +105,12 @@ class KVCache:
         self.cache_dtype = cache_form(cache_dtype)
         self.capacity = max_tokens
         self.length = 0
+        self._nbytes = sum(tensor.nbytes for tensor in self._kept.values())
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated for what is kept."""
-        return sum(tensor.nbytes for tensor in self._kept.values())
+        return self._nbytes
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write a step's keys and values [kv_heads, n, head_dim] behind the filled part of one layer.

@@ -28,7 +28,7 @@ class Linear(nn.Module):
         declare(self, weight)
         if bias is not None:
             declare(self, bias)
-        self.scheme, self.dtype = weight.scheme, weight.dtype
+        self.scheme, self.dtype, self.param_name = weight.scheme, weight.dtype, weight.name
         self.sections = weight.section_rows
         self._kept_rows = weight.kept_rows
         self._stored_names = tuple(weight.storage())
@@ -56,7 +56,11 @@ class Linear(nn.Module):
         return own
 
     def _wide_product(self, x: torch.Tensor, bias: torch.Tensor | None, ctx: StepContext) -> torch.Tensor:
-        return self.scheme.linear(x, self.stored(), self._kept_rows, bias, kernels=ctx.kernels)
+        if ctx.weights is None:
+            return self.scheme.linear(x, self.stored(), self._kept_rows, bias, kernels=ctx.kernels)
+        with ctx.weights.lease(self.param_name) as leased:
+            stored = self.stored() if leased is None else leased
+            return self.scheme.linear(x, stored, self._kept_rows, bias, kernels=ctx.kernels)
 
 
 class QKVParallelLinear(Linear):

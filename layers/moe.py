@@ -10,6 +10,7 @@ parallelism, layers.expert_dispatch).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -119,8 +120,10 @@ class Experts(nn.Module):
                 return self._own(rows, experts, ctx)
 
             return dispatched(x, weights, chosen, places=self.places, groups=ctx.groups, apply=apply)
-        self._await(chosen, ctx)
-        return self.grouped(x, weights, chosen) if self._is_grouped(x, ctx) else self._looped(x, weights, chosen, ctx)
+        if self._is_grouped(x, ctx):
+            self._await(chosen, ctx)
+            return self.grouped(x, weights, chosen)
+        return self._looped(x, weights, chosen, ctx)
 
     @property
     def is_part(self) -> bool:
@@ -138,27 +141,39 @@ class Experts(nn.Module):
 
     def _looped(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         out = torch.zeros_like(x)
-        for expert, tokens, places in routed(chosen):
+        for expert, tokens, places in self._in_turn(chosen, ctx, x):
             made = self._product(x[tokens], expert, ctx) * weights[tokens, places].unsqueeze(1)
             out.index_add_(0, tokens, made.to(x.dtype))
         return out
 
     def _own(self, rows: torch.Tensor, experts: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """Rows [R, D] that came here, each for one of this rank's experts [R] -> [R, D]."""
-        self._await(experts, ctx)
         if self._is_grouped(rows, ctx):
+            self._await(experts, ctx)
             step = self._rows_at_once(rows)
             pairs = zip(rows.split(step), experts.split(step), strict=True)
             return torch.cat([self._all_at_once(*pair) for pair in pairs])
         out = torch.empty_like(rows)
-        for expert, tokens, _ in routed(experts.unsqueeze(1)):
+        for expert, tokens, _ in self._in_turn(experts.unsqueeze(1), ctx):
             out[tokens] = self._product(rows[tokens], expert, ctx)
         return out
 
     def _await(self, experts: torch.Tensor, ctx: StepContext) -> None:
-        """Wait until these experts are there."""
+        """Wait until these experts are there, all at the same time."""
         if ctx.await_experts is not None:
-            ctx.await_experts(self.gate_up_proj.name, experts.unique().tolist())
+            deque(ctx.await_experts(self.gate_up_proj.name, experts.unique().tolist()), maxlen=0)
+
+    def _in_turn(
+        self, chosen: torch.Tensor, ctx: StepContext, x: torch.Tensor | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """`routed`, each expert when it is there. `x`: the layer's input, by which others can be foreseen."""
+        if ctx.await_experts is None:
+            return routed(chosen)
+        found = list(routed(chosen))
+        there = ctx.await_experts(self.gate_up_proj.name, [expert for expert, _, _ in found])
+        if ctx.foresee_experts is not None and x is not None:
+            ctx.foresee_experts(self.gate_up_proj.name, x)
+        return (one for _, one in zip(there, found, strict=True))
 
     def _is_grouped(self, x: torch.Tensor, ctx: StepContext) -> bool:
         up, down = self.gate_up_proj, self.down_proj

@@ -18,6 +18,8 @@ class SamplingParams:
     max_tokens: tokens to generate at most.
     stop: texts that end the answer where the first of them is complete; they are not part of it.
     ignore_eos: go on behind the ids with which the model ends an answer.
+    speculate: tokens that are guessed at most and checked in one pass with the last one (0: none); the answer stays
+    what temperature 0 gives. Goes with temperature 0 alone.
 
     Raises ValueError, naming the option, its value and the range.
     """
@@ -31,12 +33,18 @@ class SamplingParams:
     max_tokens: int = 128
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    speculate: int = 0
 
     def __post_init__(self) -> None:
         for name, limits in _RANGES.items():
             _check(name, getattr(self, name), *limits)
         _check_stop(self.stop)
         _check_flag("ignore_eos", self.ignore_eos)
+        if self.speculate and not self.is_greedy:
+            raise ValueError(
+                f"speculate is {self.speculate} and temperature is {self.temperature}: guessed tokens are checked "
+                "against the likeliest one, so speculate goes with temperature 0 alone"
+            )
 
     @property
     def is_greedy(self) -> bool:
@@ -53,6 +61,7 @@ _RANGES: dict[str, tuple[bool, float, bool, float]] = {
     "repetition_penalty": (False, 0, False, 1e6),
     "seed": (True, 0, True, 2**63 - 1),
     "max_tokens": (True, 1, True, 2**31 - 1),
+    "speculate": (True, 0, True, 64),
 }
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from layers.sampling_params import SamplingParams
+    from streaming.answers import Completion, Piece
     from streaming.async_llm import AsyncLLM
     from streaming.encoder import EncoderWeights, open_encoder
     from streaming.errors import (
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
         TensorMismatchError,
         WorkerError,
     )
-    from streaming.generate import Completion, Piece
     from streaming.hooks import Hooks
     from streaming.llm import LLM, open_llm
     from streaming.model import StreamedModel
@@ -77,12 +77,12 @@ __all__ = [
 _HOMES = {
     "AsyncLLM": "streaming.async_llm",
     "LLM": "streaming.llm",
-    "Completion": "streaming.generate",
+    "Completion": "streaming.answers",
     "EncoderWeights": "streaming.encoder",
     "Hooks": "streaming.hooks",
     "LayerState": "streaming.residency",
     "LoadOptions": "streaming.options",
-    "Piece": "streaming.generate",
+    "Piece": "streaming.answers",
     "Prepared": "streaming.prepare",
     "Quality": "streaming.quality_report",
     "SamplingParams": "layers.sampling_params",

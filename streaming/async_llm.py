@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 from layers.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from streaming.answers import Completion, Piece
     from streaming.forward_thread import Job
-    from streaming.generate import Completion, Piece
     from streaming.model import StreamedModel
     from streaming.model_text import ModelText
     from streaming.prompt import Prompt
@@ -42,26 +42,28 @@ class AsyncLLM:
                     self.text.check()
 
     async def pieces(
-        self, prompts: Sequence[Prompt], params: SamplingParams | None = None
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> AsyncGenerator[Piece, None]:
         """The answers to several prompts, which share each layer's arrival. Leaving the loop early cancels the rest."""
-        from streaming.generate import Piece
+        from streaming.answers import Piece
 
         async with aclosing(self._events(prompts, params)) as events:
             async for event in events:
                 if isinstance(event, Piece):
                     yield event
 
-    async def complete(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]:
-        """Finished answers, in the order of the prompts."""
-        from streaming.generate import Completion
+    async def complete(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Finished answers, in the order of the prompts; `params` and what takes turns as for LLM."""
+        from streaming.answers import Completion
 
         async with aclosing(self._events(prompts, params)) as events:
             found = [event async for event in events if isinstance(event, Completion)]
         return sorted(found, key=lambda completion: completion.index)
 
     async def _events(
-        self, prompts: Sequence[Prompt], params: SamplingParams | None
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> AsyncGenerator[Piece | Completion, None]:
         job = await _in_thread(partial(self._submit, prompts, params or SamplingParams()))
         try:
@@ -70,7 +72,7 @@ class AsyncLLM:
         finally:
             job.cancel()
 
-    def _submit(self, prompts: Sequence[Prompt], params: SamplingParams) -> Job:
+    def _submit(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> Job:
         return self.model.submit(self.text.requests(prompts, params), self.text.decoder_for(prompts))
 
     async def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -94,6 +96,12 @@ class AsyncLLM:
         """Call `callback(layer, state)` at every change from now on, in the event loop (on several ranks, also in the
         thread that hears of the others): it must be short."""
         self.model.on_change(callback)
+
+    async def set_memory(self, memory: str | int) -> None:
+        """Keep the model within another memory limit, as `LLM.set_memory` does."""
+        from streaming.set_memory import set_memory
+
+        await _in_thread(partial(set_memory, self.model, memory))
 
     def stats(self) -> Summary:
         """What is known of the run now."""

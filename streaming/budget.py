@@ -1,12 +1,14 @@
 """The memory a load needs, computed before anything is allocated. Pure.
 
-Five sources make the peak: the parameters in their stored form, the window that bytes pass through, the one wide item
-in each of the two stages behind it (only where bytes must be decoded or converted first), the KV cache, and the packed
-copies of `--kernels fast`.
+These make the peak: the parameters that stay in their stored form, the window that bytes pass through, the one wide
+item in each of the two stages behind it (only where bytes must be decoded or converted first), the KV cache, the packed
+copies of `--kernels fast`, and where not all parameters fit the ring that the others pass through, what is held to make
+them, and the experts that are in memory at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -32,12 +34,14 @@ class Budget:
     limit_nbytes: int | None = None
     packed_nbytes: int = 0
     file_nbytes: int = 0  # bytes of files that the reader holds: a whole one (eager), a back end's buffers
+    ring_nbytes: int = 0  # what streamed weights pass through
+    experts_nbytes: int = 0  # of experts that come when tokens are routed to them, at the most
 
     @property
     def peak_nbytes(self) -> int:
         """The most that is held at once by the model itself; the interpreter's own memory is not in it."""
         held = self.kept_nbytes + self.window_nbytes + self.convert_nbytes + self.cache_nbytes
-        return held + self.packed_nbytes + self.file_nbytes
+        return held + self.packed_nbytes + self.file_nbytes + self.ring_nbytes + self.experts_nbytes
 
 
 def make_budget(
@@ -55,19 +59,28 @@ def make_budget(
     window = choose_window(plan) if window_nbytes is None else window_nbytes
     staged = sum(item.nbytes for item in plan.items if item.is_staged)
     packed = copies_nbytes(plan, device=device.partition(":")[0]) if packs else 0
+    stream = plan.stream
     budget = Budget(
-        plan.kept_nbytes, min(window, staged), convert_nbytes(plan), cache_nbytes, limit_nbytes, packed, file_nbytes
+        plan.kept_nbytes, min(window, staged), convert_nbytes(plan), cache_nbytes, limit_nbytes, packed, file_nbytes,
+        0 if stream is None else stream.ring_nbytes, 0 if stream is None else stream.experts_nbytes,
     )  # fmt: skip
     if limit_nbytes is not None and budget.peak_nbytes > limit_nbytes:
-        raise BudgetError(
-            f"--memory {format_size(limit_nbytes)} is too small: {format_size(budget.peak_nbytes)} are needed "
-            f"({format_size(budget.kept_nbytes)} of weights, {format_size(budget.window_nbytes)} of window, "
-            f"{format_size(budget.convert_nbytes)} for conversion, {format_size(cache_nbytes)} of KV cache"
-            f"{f', {format_size(packed)} of packed copies' if packed else ''}"
-            f"{f', {format_size(file_nbytes)} of files that the reader holds' if file_nbytes else ''}); "
-            f"{_ways_out(plan, budget)}{', or leave out --kernels fast' if packed else ''}"
-        )
+        raise too_small(plan, budget)
     return budget
+
+
+def too_small(plan: LoadPlan, budget: Budget, *, more: str = "") -> BudgetError:
+    """That the budget is beyond its limit, with what is needed; `more`: why nothing can be streamed."""
+    assert budget.limit_nbytes is not None
+    packed, files = budget.packed_nbytes, budget.file_nbytes
+    return BudgetError(
+        f"--memory {format_size(budget.limit_nbytes)} is too small: {format_size(budget.peak_nbytes)} are needed "
+        f"({format_size(budget.kept_nbytes)} of weights, {format_size(budget.window_nbytes)} of window, "
+        f"{format_size(budget.convert_nbytes)} for conversion, {format_size(budget.cache_nbytes)} of KV cache"
+        f"{f', {format_size(packed)} of packed copies' if packed else ''}"
+        f"{f', {format_size(files)} of files that the reader holds' if files else ''}); "
+        f"{_ways_out(plan, budget)}{', or leave out --kernels fast' if packed else ''}{more}"
+    )
 
 
 def _ways_out(plan: LoadPlan, budget: Budget) -> str:
@@ -81,8 +94,10 @@ def _ways_out(plan: LoadPlan, budget: Budget) -> str:
 
 
 def choose_window(plan: LoadPlan) -> int:
-    """The default look-ahead: room for a few items, so that reading and quantizing overlap."""
-    return max(DEFAULT_WINDOW_NBYTES, 2 * plan.largest_staged_nbytes)
+    """The default look-ahead: room for a few items, so that reading and quantizing overlap; no more than that where
+    memory is so short that weights are streamed."""
+    least = 2 * plan.largest_staged_nbytes
+    return least if plan.stream is not None else max(DEFAULT_WINDOW_NBYTES, least)
 
 
 def convert_nbytes(plan: LoadPlan) -> int:
@@ -93,19 +108,24 @@ def convert_nbytes(plan: LoadPlan) -> int:
     wide += 2 * max((item.nbytes for item in plan.items if item.is_received and not item.direct), default=0)
     wide += max((_arrival_nbytes(item) for item in plan.items if item.completes), default=0)
     wide += max((_turned_nbytes(item) for item in plan.items), default=0) + _picked_nbytes(plan.table)
-    return wide + (_fetched_nbytes(plan) if plan.experts else 0)
+    if plan.experts:
+        from streaming.expert_plan import FETCHING_THREADS
+
+        wide += FETCHING_THREADS * _fetched_nbytes([item for one in plan.experts for item in one.plan.items])
+    if plan.stream is not None:
+        units = plan.stream.units
+        wide += plan.stream.making_threads * _fetched_nbytes([item for unit in units for item in unit.items])
+    return wide
 
 
-def _fetched_nbytes(plan: LoadPlan) -> int:
-    """What threads hold that load experts apart from the layers: an item each, as it was read and on its way."""
-    from streaming.expert_plan import FETCHING_THREADS
-
-    items = [item for one in plan.experts for item in one.plan.items]
+def _fetched_nbytes(items: Sequence[LoadItem]) -> int:
+    """What a thread holds that loads any of these apart from the layers: one, as it was read and on its way."""
     most = max(
-        _turned_nbytes(item) + (_wide_nbytes(item) if _is_converted(item) else 0) + (0 if item.direct else item.nbytes)
-        for item in items
-    )
-    return FETCHING_THREADS * (most + max((_arrival_nbytes(item) for item in items if item.completes), default=0))
+        (_turned_nbytes(one) + (_wide_nbytes(one) if _is_converted(one) else 0) + (0 if one.direct else one.nbytes)
+         for one in items),
+        default=0,
+    )  # fmt: skip
+    return most + max((_arrival_nbytes(item) for item in items if item.completes), default=0)
 
 
 def passing_nbytes(layer: LayerPlan) -> int:

@@ -274,6 +274,8 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         help="more weights: PATH[@REV][=PREFIX[,PATTERN...]], PREFIX put before its names; may be given several times",
     )  # fmt: skip
     add("--remote-cache", metavar="DIR", help="keep the files of a remote model there, for the next load")
+    add("--cache-dir", metavar="DIR", help="where quantized weights of models larger than --memory are kept")
+    add("--cache-size", metavar="SIZE", help="of all models there; 0 keeps none (half of what is free, at most 64GiB)")
     add("--seed", type=int, metavar="N", help="of sampling (a run can be repeated), and of made-up weights")
     add_rank_options(parser)
 

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import mmap
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -26,6 +26,9 @@ from streaming.plan import LayerPlan, LoadItem, LoadPlan
 from streaming.read_plan import ALIGNMENT, ReadPlan, Region
 from streaming.reader import Reader
 from streaming.sizes import format_size
+
+if TYPE_CHECKING:
+    from streaming.expert_memory import ExpertMemory
 
 logger = logging.getLogger(__name__)
 StoredTensors = dict[str, dict[str, torch.Tensor]]  # parameter -> stored name -> tensor
@@ -42,6 +45,11 @@ class Device(Protocol):
     @property
     def stored(self) -> StoredTensors:
         """Every parameter's stored tensors, allocated, filled as items are published."""
+        ...
+
+    @property
+    def expert_memory(self) -> ExpertMemory | None:
+        """The memory of experts that come and go; None where they stay."""
         ...
 
     def staged(self, item: LoadItem) -> torch.Tensor:
@@ -86,12 +94,13 @@ class Device(Protocol):
         ...
 
 
-def open_device(name: str, plan: LoadPlan, reader: Reader) -> Device:
-    """Allocate every stored tensor of the plan on "cpu" or "cuda[:index]"."""
+def open_device(name: str, plan: LoadPlan, reader: Reader, *, bounded_experts: bool = False) -> Device:
+    """Allocate every stored tensor of the plan on "cpu" or "cuda[:index]". `bounded_experts`: those that the plan loads
+    apart come and go, on the CPU."""
     kind = name.partition(":")[0]
     if kind == "cpu":
-        return CpuDevice(plan, reader)
-    if kind == "cuda":
+        return CpuDevice(plan, reader, bounded_experts=bounded_experts)
+    if kind == "cuda" and not bounded_experts:
         return CudaDevice(name, plan, reader)
     raise OptionError(f"--device {name}: known devices are cpu and cuda[:index]")
 
@@ -103,16 +112,21 @@ def _params(plan: LoadPlan) -> Iterator[ParamSpec]:
 class CpuDevice:
     """Stored tensors in the CPU's memory: some in the reader's, the rest in an arena of this process."""
 
-    def __init__(self, plan: LoadPlan, reader: Reader) -> None:
+    def __init__(self, plan: LoadPlan, reader: Reader, *, bounded_experts: bool = False) -> None:
         self.torch_device = torch.device("cpu")
+        self.expert_memory = _expert_memory(plan) if bounded_experts else None
+        apart = {} if self.expert_memory is None else self.expert_memory.tensors
         self._reader_plan = reader.read_plan
         final, window = reader.memory(Region.FINAL), reader.memory(Region.WINDOW)
         self._window = None if window is None else torch.frombuffer(window, dtype=torch.uint8)
         self._final = final
         self.stored = _views_of_final(plan, reader.read_plan, final)
         in_place = {*reader.read_plan.final_offsets, *reader.read_plan.mapped}
-        for name, tensors in arena_tensors(_without(plan, in_place)).items():
+        in_place |= {(param, name) for param, tensors in apart.items() for name in tensors}
+        self._arena = Arena(_without(plan, in_place))
+        for name, tensors in self._arena.tensors.items():
             self.stored.setdefault(name, {}).update(tensors)
+        self.stored.update(apart)
         self._maps = KeptMaps(plan, reader.read_plan) if reader.read_plan.mapped else None  # last: it opens files
         if self._maps is not None:
             _add_views_of_files(self.stored, plan, reader.read_plan, self._maps.maps)
@@ -136,13 +150,11 @@ class CpuDevice:
         """Nothing to order."""
 
     def discard(self, param: str) -> None:
-        tensors = self.stored.pop(param)
-        if self._final is None:
-            return
-        for name, tensor in tensors.items():
+        for name, tensor in self.stored.pop(param).items():
             offset = self._reader_plan.final_offsets.get((param, name))
-            if offset is not None:
-                _punch(self._final, offset, tensor.nbytes)
+            if offset is not None and self._final is not None:
+                give_back(self._final, offset, tensor.nbytes, shared=True)
+        self._arena.discard(param)
 
     def make_room(self, layer: LayerPlan | None) -> None:
         """Nothing is kept aside: the window is used again."""
@@ -154,8 +166,15 @@ class CpuDevice:
     def close(self) -> None:
         self._window = self._final = None
         self.stored = {}
+        self._arena.close()
         if self._maps is not None:
             self._maps.close()
+
+
+def _expert_memory(plan: LoadPlan) -> ExpertMemory:
+    from streaming.expert_memory import ExpertMemory
+
+    return ExpertMemory(plan.experts)
 
 
 def _without(plan: LoadPlan, in_place: Collection[tuple[str, str]]) -> dict[str, dict[str, StoredSpec]]:
@@ -169,13 +188,15 @@ def _without(plan: LoadPlan, in_place: Collection[tuple[str, str]]) -> dict[str,
     return found
 
 
-def _punch(memory: mmap.mmap, offset: int, nbytes: int) -> None:
-    """Give the whole pages of a run of shared memory back to the system; it reads as zeros afterwards."""
+def give_back(memory: mmap.mmap, offset: int, nbytes: int, *, shared: bool) -> None:
+    """Give the whole pages of a run of memory back to the system; it reads as zeros afterwards. `shared`: by a
+    descriptor, so that other maps of it lose them too."""
     start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if stop > start and hasattr(mmap, "MADV_REMOVE"):
-        with contextlib.suppress(OSError):  # memory that is not shared by a descriptor cannot be punched
-            memory.madvise(mmap.MADV_REMOVE, start, stop - start)
+    advice = getattr(mmap, "MADV_REMOVE" if shared else "MADV_DONTNEED", None)
+    if stop > start and advice is not None:
+        with contextlib.suppress(OSError):  # a reader of this process has private memory in the place of shared
+            memory.madvise(advice, start, stop - start)
 
 
 def _staged(window: torch.Tensor | None, read_plan: ReadPlan, item: LoadItem) -> torch.Tensor:
@@ -206,23 +227,49 @@ def _add_views_of_files(
                 stored.setdefault(param.name, {})[name] = view_of(wholes[place[0]], place[1], spec)
 
 
-def arena_tensors(storage: Mapping[str, Mapping[str, StoredSpec]]) -> StoredTensors:
+class Arena:
     """Uninitialized tensors for {parameter: {name: spec}}, all in one anonymous mapping of exactly the size needed."""
-    offsets, end = {}, 0
-    for param, specs in storage.items():
-        for name, spec in specs.items():
-            offsets[param, name] = end
-            end += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
-    if not end:
-        return {param: {} for param in storage}
-    memory = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def __init__(self, storage: Mapping[str, Mapping[str, StoredSpec]]) -> None:
+        self._places: dict[str, list[tuple[int, int]]] = {param: [] for param in storage}
+        self.tensors: StoredTensors = {param: {} for param in storage}
+        end = 0
+        for param, specs in storage.items():
+            for spec in specs.values():
+                self._places[param].append((end, spec.nbytes))
+                end += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+        self._memory = _huge_memory(end) if end else None
+        whole = torch.empty(0, dtype=torch.uint8) if self._memory is None else _bytes_of(self._memory)
+        for param, specs in storage.items():
+            for (name, spec), (offset, _) in zip(specs.items(), self._places[param], strict=True):
+                self.tensors[param][name] = view_of(whole, offset, spec)
+
+    def discard(self, param: str) -> None:
+        """Give the memory of a parameter back that nothing reads any more; nothing where it has none here."""
+        self.tensors.pop(param, None)
+        for offset, nbytes in self._places.pop(param, ()):
+            if self._memory is not None:
+                give_back(self._memory, offset, nbytes, shared=False)
+
+    def close(self) -> None:
+        """Let go of the memory, which goes with the last tensor."""
+        self.tensors, self._memory = {}, None
+
+
+def _bytes_of(memory: mmap.mmap) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _huge_memory(nbytes: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):  # not every kernel is built with them
         memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    return {
-        param: {name: view_of(whole, offsets[param, name], spec) for name, spec in specs.items()}
-        for param, specs in storage.items()
-    }
+    return memory
+
+
+def own_memory(nbytes: int) -> torch.Tensor:
+    """uint8 [nbytes] of memory that goes back to the system with the tensor."""
+    return _bytes_of(_huge_memory(nbytes)) if nbytes else torch.empty(0, dtype=torch.uint8)
 
 
 def view_of(memory: torch.Tensor, offset: int, spec: StoredSpec) -> torch.Tensor:
@@ -295,6 +342,8 @@ def gives_back(*, free: int, cached: int, needed: int, unified: bool) -> bool:
 
 class CudaDevice:
     """Stored tensors on a GPU; every item goes through the page-locked window on a stream of its own."""
+
+    expert_memory: ExpertMemory | None = None
 
     def __init__(self, name: str, plan: LoadPlan, reader: Reader) -> None:
         self.torch_device = cuda_device(name)

@@ -8,7 +8,7 @@ import torch
 
 from layers.batch import make_batch
 from layers.sampling_params import SamplingParams
-from streaming.generate import Request
+from streaming.answers import Request
 from streaming.model import StreamedModel
 
 

@@ -13,24 +13,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from layers.parallel import SingleGroup
-from layers.topology import Topology
 from streaming.accounts import Accounts
 from streaming.device import Device
-from streaming.errors import LayerLoadError, StreamClosedError
+from streaming.errors import StreamClosedError
+from streaming.expert_cache import ExpertCache
+from streaming.expert_fetching import ExpertFetcher, StoredUnits
 from streaming.expert_plan import FETCHING_THREADS, ExpertLayer
 from streaming.hooks import Hooks
-from streaming.item_bytes import ItemBytes, open_item_bytes
-from streaming.item_storing import ItemStoring, item_failure, wide_numbers
-from streaming.item_words import log_item
-from streaming.plan import LoadItem
+from streaming.item_bytes import open_item_bytes
 from streaming.prepare import Prepared
 from streaming.residency import Residency
-from streaming.stages import item_views
 from streaming.trace import Tracer
 from streaming.weight_checks import WeightChecks
 
@@ -42,22 +38,13 @@ Unit = tuple[str, int]  # the experts' layer, and the unit's number there
 
 @dataclass
 class ExpertLoader:
-    """Loads the experts of one model. `needed` and `computing` are the forward thread's; threads start with `start`.
-
-    `check_weights`: a fault of the numbers is an error, not a warning.
-    """
+    """Loads the experts of one model. `needed` and `computing` are the forward thread's; threads start with `start`."""
 
     layers: Sequence[ExpertLayer]
-    items: ItemBytes
-    device: Device
+    fetcher: ExpertFetcher
     residency: Residency
-    tracer: Tracer
-    hooks: Hooks = field(default_factory=Hooks)
-    checks: WeightChecks = field(default_factory=WeightChecks)
-    check_weights: bool = False
     patience_s: float = PATIENCE_S
     clock: Callable[[], float] = time.monotonic
-    topology: Topology = field(default_factory=Topology)
 
     def __post_init__(self) -> None:
         self._of_param = {param.name: layer for layer in self.layers for param in layer.plan.spec.params}
@@ -67,10 +54,9 @@ class ExpertLoader:
         self._unready = len(self.layers)
         self._rest = deque((layer.plan.name, unit) for layer in self.layers for unit in layer.units)
         self._urgent: deque[Unit] = deque()
-        self._seconds: dict[tuple[str, str], float] = {}  # (layer, stage) -> work so far
         self._accounts = Accounts(layer.plan.spec for layer in self.layers)
         self._changed = threading.Condition()
-        self._noting = threading.Lock()  # of accounts, checks and seconds, which know no threads
+        self._noting = threading.Lock()  # of accounts, which know no threads
         self._threads: list[threading.Thread] = []
         self._filling = self._passes = 0
         self._idle_since_s = 0.0  # of the model: when the layers were there, or the last pass ended
@@ -84,23 +70,30 @@ class ExpertLoader:
         """Whether every expert is there."""
         return self._unready == 0
 
-    def needed(self, param: str, experts: Sequence[int], *, stop: Callable[[], None]) -> None:
-        """Wait until these experts of the parameter's layer are there; those that are not are loaded before others.
+    def needed(self, param: str, experts: Sequence[int], *, stop: Callable[[], None]) -> Iterator[int]:
+        """These experts of the parameter's layer, each when it is there; those that are not are loaded before others.
 
         Raises what ended the load, and what `stop` raises.
         """
         layer = self._of_param[param]
         name, units = layer.plan.name, sorted({layer.unit_of(expert) for expert in experts})
         if self._undone[name] == 0:
-            return
+            return iter(experts)
         with self._changed:
             for unit in units:
                 if unit in self._absent[name]:
                     self._absent[name].remove(unit)
                     self._urgent.append((name, unit))
             self._changed.notify_all()
-        for unit in units:
-            self.residency.lease_rows(name, _key(unit), 1, stop=stop)
+        return self._arriving(layer, experts, stop)
+
+    def _arriving(self, layer: ExpertLayer, experts: Sequence[int], stop: Callable[[], None]) -> Iterator[int]:
+        before = None
+        for expert in experts:
+            if (unit := layer.unit_of(expert)) != before:
+                self.residency.lease_rows(layer.plan.name, _key(unit), 1, stop=stop)
+                before = unit
+            yield expert
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -147,13 +140,13 @@ class ExpertLoader:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        self.items.cancel()
+        self.fetcher.items.cancel()
 
     def join(self) -> None:
         """Wait for the threads' end; only after `close`."""
         for thread in self._threads:
             thread.join()
-        self.items.close()
+        self.fetcher.items.close()
 
     def _work(self) -> None:
         torch.set_num_threads(1)  # thread-local, as is the next
@@ -214,60 +207,19 @@ class ExpertLoader:
     # --- one unit
 
     def _load(self, layer: ExpertLayer, unit: int) -> None:
-        name = layer.plan.name
-        storing = ItemStoring(SingleGroup().maximum)  # the plan has no scales that ranks must agree on
-        self.residency.reserve(name)
-        for item in layer.items_of(unit):
-            if self._stopped:
-                raise StreamClosedError("the model was closed while its experts were loaded")
-            log_item(item, topology=self.topology)
-            place = self._place(item)
-            with self._stage(item, "read", nbytes=item.read_nbytes):
-                raw = self.items.read(item, place)
-            with self._stage(item, "slice"), self.device.working():
-                wide = wide_numbers(item, raw, self.device) if place is None else place
-                with self._noting:
-                    self.checks.add(item, wide)
-            if place is not None:
-                continue
-            with self._stage(item, "quantize"), self.device.working():
-                storing.store(item, wide, self.device.stored[item.param.name])
-                moment = self.device.moment()
-            self.device.await_moment(moment)
+        self.residency.reserve(layer.plan.name)
+        self.fetcher.fetch(layer, unit, running=self._check_running)
         self._publish(layer, unit)
 
-    def _place(self, item: LoadItem) -> torch.Tensor | None:
-        """Where the item's bytes stay, if they are kept as they are read."""
-        if not item.direct:
-            return None
-        (view,) = item_views(item, self.device.stored[item.param.name]).values()
-        return view
-
-    @contextmanager
-    def _stage(self, item: LoadItem, stage: str, **args: int) -> Iterator[None]:
-        """A span of the trace, and the stage's name on whatever fails."""
-        self.residency.mark(item.layer, stage)
-        begin_s = time.monotonic()
-        try:
-            yield
-        except (LayerLoadError, StreamClosedError):
-            raise
-        except Exception as error:
-            raise item_failure(item, stage, error) from error
-        finally:
-            end_s = time.monotonic()
-            with self._noting:
-                key = (item.layer, stage)
-                self._seconds[key] = self._seconds.get(key, 0.0) + end_s - begin_s
-        self.tracer.add(stage, item.tensor.name, start_s=begin_s, end_s=end_s, layer=item.layer, args=args)
+    def _check_running(self) -> None:
+        if self._stopped:
+            raise StreamClosedError("the model was closed while its experts were loaded")
 
     def _publish(self, layer: ExpertLayer, unit: int) -> None:
         name = layer.plan.name
         with self._noting:
             for item in layer.items_of(unit):
                 self._accounts.note(item)
-            with self.device.working():
-                self.checks.settle(strict=self.check_weights, warn=self.hooks.warn)
         with self._changed:
             self._undone[name] -= 1
             whole = self._undone[name] == 0
@@ -277,7 +229,8 @@ class ExpertLoader:
             self.residency.publish(name)
             for stage in ("read", "quantize", "publish"):
                 nbytes = layer.plan.read_nbytes if stage == "read" else layer.plan.kept_nbytes
-                self.hooks.on_stage(name, stage, nbytes, self._seconds.get((name, stage), 0.0))
+                seconds = self.fetcher.seconds.get((name, stage), 0.0)
+                self.fetcher.hooks.on_stage(name, stage, nbytes, seconds)
             with self._changed:
                 self._unready -= 1
 
@@ -288,12 +241,28 @@ def _key(unit: int) -> str:
 
 
 def open_experts(
-    prepared: Prepared, device: Device, residency: Residency, tracer: Tracer, *, hooks: Hooks
-) -> ExpertLoader:
-    """The loader of a plan's experts. Raises CheckpointError for a file that is gone."""
-    items = [item for one in prepared.plan.experts for item in one.plan.items]
-    return ExpertLoader(
-        prepared.plan.experts, open_item_bytes(items, prepared.checkpoint.states), device, residency, tracer,
-        hooks=hooks, checks=WeightChecks(norm=prepared.config.norm), check_weights=prepared.options.check_weights,
-        topology=prepared.topology,
+    prepared: Prepared,
+    device: Device,
+    residency: Residency,
+    tracer: Tracer,
+    *,
+    hooks: Hooks,
+    capacity_nbytes: int | None = None,
+    stored: StoredUnits | None = None,
+) -> ExpertLoader | ExpertCache:
+    """The loader of a plan's experts; with a capacity they come and go within it. `stored`: where units that are made,
+    not just read, are kept on disk.
+
+    Raises CheckpointError for a file that is gone, BudgetError for a capacity that holds no unit.
+    """
+    experts, options = prepared.plan.experts, prepared.options
+    items = [item for one in experts for item in one.plan.items]
+    fetcher = ExpertFetcher(
+        open_item_bytes(items, prepared.checkpoint.states, again=capacity_nbytes is not None),
+        device, residency, tracer, hooks=hooks, checks=WeightChecks(norm=prepared.config.norm),
+        check_weights=options.check_weights, topology=prepared.topology, stored=stored,
     )  # fmt: skip
+    if capacity_nbytes is None:
+        return ExpertLoader(experts, fetcher, residency)
+    assert device.expert_memory is not None
+    return ExpertCache(experts, fetcher, device.expert_memory, residency, capacity_nbytes)

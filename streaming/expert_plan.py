@@ -7,13 +7,16 @@ at any time. A unit is one expert, or several where a tensor, or a form on disk,
 
 from __future__ import annotations
 
+import mmap
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, count
 
 from layers.cuts import scale_scope
 from layers.weights import LayerSpec, ParamKind, ParamSpec
+from quant.scheme import StoredSpec
 from quant.shared_scales import Scope
 from streaming.errors import OptionError
 from streaming.load_plan import LayerPlan, LoadItem, LoadPlan
@@ -21,6 +24,17 @@ from streaming.options import LoadOptions
 from streaming.read_strategy import BACK_ENDS
 
 FETCHING_THREADS = 4  # that load units; the budget counts what each of them holds
+PAGE_NBYTES = mmap.PAGESIZE  # in which the system gives memory to experts that come and go
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A stored tensor of all experts of a layer, and where it begins in the address space of the layer: at a page."""
+
+    param: str
+    name: str
+    spec: StoredSpec
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -46,16 +60,44 @@ class ExpertLayer:
         """What fills a unit, in the order in which it is loaded."""
         return self.plan.items[self.starts[unit] : self.starts[unit + 1]]
 
+    @cached_property
+    def runs(self) -> tuple[StoredRun, ...]:
+        """The stored tensors of all its experts, one behind the other."""
+        found, end = [], 0
+        for param in self.plan.spec.params:
+            for name, spec in param.storage().items():
+                found.append(StoredRun(param.name, name, spec, end))
+                end += -(-spec.nbytes // PAGE_NBYTES) * PAGE_NBYTES
+        return tuple(found)
 
-def with_experts_apart(plan: LoadPlan, options: LoadOptions, *, saved: bool) -> LoadPlan:
-    """The same load with its experts apart; `saved`: from the shards that save-shards writes.
+    def spans(self, unit: int) -> Iterator[tuple[int, int]]:
+        """Bytes [start, stop) of `runs` that a unit takes: of each that it takes any of."""
+        first, stop, total = self.firsts[unit], self.firsts[unit + 1], self.firsts[-1]
+        for run in self.runs:
+            each = run.spec.nbytes // total
+            if each:
+                yield run.offset + first * each, run.offset + stop * each
+
+    def unit_nbytes(self, unit: int) -> int:
+        """What a unit takes in memory, in whole pages; one that it shares with its neighbour is counted for both."""
+        return PAGE_NBYTES * sum(-(-stop // PAGE_NBYTES) - start // PAGE_NBYTES for start, stop in self.spans(unit))
+
+
+def least_expert_nbytes(plan: LoadPlan) -> int:
+    """The least capacity with which experts can come and go: that of the largest unit, as each is computed alone
+    then. 0 where none are loaded apart from their layers."""
+    return max((layer.unit_nbytes(unit) for layer in plan.experts for unit in layer.units), default=0)
+
+
+def with_experts_apart(plan: LoadPlan, options: LoadOptions) -> LoadPlan:
+    """The same load with its experts apart.
 
     Without experts it stays as it is, with a warning. Raises OptionError for what cannot be loaded by experts.
     """
     if not any(map(is_of_experts, _params(plan))):
         note = "--moe-load routed_first: the model has no experts, so it is loaded layer by layer"
         return replace(plan, warnings=(*plan.warnings, note))
-    _check(plan, options, saved=saved)
+    _check(plan, options)
     numbers = count()
     layers = tuple(_base(layer, numbers) for layer in plan.layers)
     experts = tuple(_experts(layer, numbers) for layer in plan.layers if any(map(is_of_experts, layer.spec.params)))
@@ -71,10 +113,8 @@ def _params(plan: LoadPlan) -> Iterator[ParamSpec]:
     return (param for layer in plan.layers for param in layer.spec.params)
 
 
-def _check(plan: LoadPlan, options: LoadOptions, *, saved: bool) -> None:
+def _check(plan: LoadPlan, options: LoadOptions) -> None:
     option = "--moe-load routed_first"
-    if saved:
-        raise OptionError(f"{option} does not go with saved shards, whose tensors hold all experts of a layer as one")
     if options.safetensors_load_strategy == "eager":
         raise OptionError(f"{option} does not go with --safetensors-load-strategy eager, which reads whole files")
     if options.load_format in BACK_ENDS:
@@ -99,8 +139,9 @@ def _base(layer: LayerPlan, numbers: Iterator[int]) -> LayerPlan:
 
 def _experts(layer: LayerPlan, numbers: Iterator[int]) -> ExpertLayer:
     params = tuple(filter(is_of_experts, layer.spec.params))
-    items = [item for item in layer.items if is_of_experts(item.param)]
-    firsts = _unit_firsts([_experts_of(item) for item in items], total=len(params[0].sections) // _each(params[0]))
+    total = len(params[0].sections) // _each(params[0])
+    items = [part for item in layer.items if is_of_experts(item.param) for part in _by_expert(item, total)]
+    firsts = _unit_firsts([_experts_of(item) for item in items], total=total)
     units: list[list[LoadItem]] = [[] for _ in range(len(firsts) - 1)]
     name = f"{layer.name}.experts"
     for item in items:
@@ -113,6 +154,20 @@ def _experts(layer: LayerPlan, numbers: Iterator[int]) -> ExpertLayer:
 def _each(param: ParamSpec) -> int:
     """Sections of one expert."""
     return len(param.whole.sections) // param.sharding.experts
+
+
+def _by_expert(item: LoadItem, total: int) -> Iterator[LoadItem]:
+    """Of rows of a stored tensor, as save-shards writes them, those of each of the `total` experts."""
+    if item.stored is None:
+        yield item
+        return
+    step, each, (start, last) = item.tensor.shape[0] // total, _each(item.param), item.rows
+    while start < last:
+        expert = start // step
+        stop = min(last, (expert + 1) * step)
+        rows = (start, stop)
+        yield replace(item, rows=rows, section_rows=rows, section=expert * each, sections=each)
+        start = stop
 
 
 def _experts_of(item: LoadItem) -> tuple[int, int]:

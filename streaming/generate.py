@@ -4,109 +4,41 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from layers.batch import make_batch
-from layers.kv_cache import KVCache
-from layers.sampler import Sampler
-from layers.sampling_params import SamplingParams
 from quant.kernels import KernelMode
-from streaming.detokenizer import StreamingDetokenizer
+from streaming.answers import Answer, Completion, Piece, Request
 from streaming.packing import pack_layers
 from streaming.runner import ModelRunner
-from streaming.stopping import StopChecker
+from streaming.speculation import Proposer, Wanted, shared_out
 from streaming.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class Request:
-    """One prompt, as token ids; its answer ends at any of `stop_ids`."""
-
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    stop_ids: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Something new of answer `index`: a token, and the text that has become final with it ("" when none has)."""
-
-    index: int
-    token_id: int
-    text: str
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A finished answer. `finish_reason`: "length", "stop" (a stop id or string). `token_ids` include the stop id."""
-
-    index: int
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str | None
-    finish_reason: str
+from streaming.waves import Caches, Waves
 
 
 @dataclass
 class Timing:
-    """Moments of one generation on the monotonic clock."""
+    """Moments of one generation on the monotonic clock, and what it has counted."""
 
     begun_s: float = 0.0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
-    decoded: int = 0  # tokens after the first step
+    decoded: int = 0  # tokens that were not the first of their answer
     packing_s: float = 0.0  # spent behind the first step on packed weights
+    tokens: int = 0
+    passes: int = 0  # steps of the model
+    proposed: int = 0  # tokens that were guessed and checked
+    accepted: int = 0  # those of them that were right
 
-
-@dataclass
-class _Answer:
-    """One sequence on its way."""
-
-    index: int
-    request: Request
-    cache: KVCache
-    sampler: Sampler
-    stopping: StopChecker
-    detokenizer: StreamingDetokenizer | None
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    finish_reason: str | None = None
-
-    def take(self, token: int) -> Piece:
-        """Add a token: the text that has become final, and whether the answer ends here."""
-        self.token_ids.append(token)
-        if self.stopping.check_id(token):
-            self.finish_reason = "stop"
-            return Piece(self.index, token, "")
-        text = self._stop_strings(self.detokenizer.push(token)) if self.detokenizer else ""
-        if self.finish_reason is None and len(self.token_ids) >= self.request.params.max_tokens:
-            self.finish_reason = "length"
-        return Piece(self.index, token, text)
-
-    def rest(self) -> str:
-        """What was held back, once the answer has ended."""
-        if self.detokenizer is None or isinstance(self.stopping.matched, str):
-            return ""
-        text = self.stopping.push(self.detokenizer.finish())
-        if not isinstance(self.stopping.matched, str):
-            text += self.stopping.finish()
-        self.text += text
-        return text
-
-    def _stop_strings(self, new: str) -> str:
-        text = self.stopping.push(new)
-        self.text += text
-        if self.stopping.stopped:
-            self.finish_reason = "stop"
-        return text
-
-    def completion(self) -> Completion:
-        text = self.text if self.detokenizer else None
-        return Completion(
-            self.index, self.request.prompt_ids, tuple(self.token_ids), text, self.finish_reason or "length"
-        )
+    def note_token(self, *, first: bool) -> None:
+        """A token has been chosen."""
+        self.last_token_s = time.monotonic()
+        self.first_token_s = self.first_token_s or self.last_token_s
+        self.tokens += 1
+        if not first:
+            self.decoded += 1
 
 
 def generate(
@@ -114,60 +46,97 @@ def generate(
     requests: Sequence[Request],
     *,
     tokenizer: Tokenizer | None,
-    new_cache: Callable[[int], KVCache],
+    caches: Caches,
+    proposer: Proposer,
     stop: Callable[[], None],
     timing: Timing,
 ) -> Iterator[Piece | Completion]:
-    """All requests at once: they share each layer's arrival, and every step after. Yields pieces as they come.
+    """All requests that have room at once: they share each layer's arrival, and every step after; the others follow as
+    answers end. Yields pieces as they come. Without a tokenizer pieces have no text.
 
-    `new_cache` makes a cache for so many tokens. Without a tokenizer pieces have no text.
+    Tokens of `proposer` are checked where a request's params say `speculate`. Raises BudgetError for a request whose
+    cache has no room by itself.
     """
     timing.begun_s = time.monotonic()
-    answers = [_begin(index, request, tokenizer, new_cache) for index, request in enumerate(requests)]
-    inputs = [list(request.prompt_ids) for request in requests]
-    active, packed = answers, False
-    while active:
-        logits = _step(runner, active, inputs, stop, packed=packed)
-        for row, answer in enumerate(active):
-            token = answer.sampler(logits[row], previous=(*answer.request.prompt_ids, *answer.token_ids))
-            _note(timing, first=not answer.token_ids)
-            yield answer.take(token)
-            if answer.finish_reason is not None:
-                if rest := answer.rest():
-                    yield Piece(answer.index, token, rest)
-                yield answer.completion()
-        active = [answer for answer in active if answer.finish_reason is None]
-        inputs = [[answer.token_ids[-1]] for answer in active]
-        if active and not packed and runner.kernels.mode is KernelMode.FAST:
+    waves, packed = Waves.of(requests, tokenizer=tokenizer, caches=caches), False
+    waves.admit()
+    while waves.active:
+        yield from _round(runner, waves.active, proposer, stop, timing, packed=packed)
+        waves.drop_finished()
+        if timing.passes == 1 and any(answer.request.params.speculate for answer in waves.active):
+            proposer.begin()
+        if waves.active and not packed and runner.kernels.mode is KernelMode.FAST:
             begun_s, packed = time.monotonic(), True  # always behind the first step: bits must not depend on the load
             pack_layers(runner, stop=stop)
             timing.packing_s = time.monotonic() - begun_s
+        waves.admit()
 
 
-def _begin(index: int, request: Request, tokenizer: Tokenizer | None, new_cache: Callable[[int], KVCache]) -> _Answer:
-    params = request.params
-    cache = new_cache(len(request.prompt_ids) + params.max_tokens)
-    detokenizer = StreamingDetokenizer(tokenizer, request.prompt_ids) if tokenizer is not None else None
-    stopping = StopChecker(stop_ids=request.stop_ids, stop_strings=params.stop)
-    return _Answer(index, request, cache, Sampler(params), stopping, detokenizer)
+def _round(
+    runner: ModelRunner,
+    active: Sequence[Answer],
+    proposer: Proposer,
+    stop: Callable[[], None],
+    timing: Timing,
+    *,
+    packed: bool,
+) -> Iterator[Piece | Completion]:
+    """One step of the model, and what comes of it for each answer."""
+    proposals = _proposals(active, proposer, stop)
+    logits = _step(runner, active, proposals, stop, packed=packed)
+    timing.passes += 1
+    for answer, proposed, rows in zip(active, proposals, logits, strict=True):
+        yield from _accept(answer, proposed, rows, timing)
+        if answer.finish_reason is not None:
+            proposer.forget(answer.index)
+            yield answer.completion()
+
+
+def _proposals(active: Sequence[Answer], proposer: Proposer, stop: Callable[[], None]) -> Sequence[Sequence[int]]:
+    """Tokens that may follow, for each answer."""
+    counts = shared_out([answer.wanted_proposals for answer in active])
+    wanted = [
+        Wanted(answer.index, answer.tokens, most, answer.request.cache_tokens)
+        for answer, most in zip(active, counts, strict=True)
+        if most
+    ]
+    made = iter(proposer.propose(wanted, stop=stop) if wanted else ())
+    return [next(made) if most else () for most in counts]
 
 
 def _step(
     runner: ModelRunner,
-    active: Sequence[_Answer],
-    inputs: Sequence[Sequence[int]],
+    active: Sequence[Answer],
+    proposals: Sequence[Sequence[int]],
     stop: Callable[[], None],
     *,
     packed: bool,
-) -> torch.Tensor:
-    new = [(ids, answer.cache) for ids, answer in zip(inputs, active, strict=True)]
+) -> Sequence[torch.Tensor]:
+    """For each answer the logits [1 + proposals, V] behind its last token and behind each proposed one."""
+    new = [
+        ((*answer.tokens[answer.cache.length :], *proposed), answer.cache)
+        for answer, proposed in zip(active, proposals, strict=True)
+    ]
     batch = make_batch(new, vocab_size=runner.model.config.vocab_size, device=runner.device.torch_device)
-    return runner.forward(batch, batch.last_rows, stop=stop, packed=packed)
+    counts = [1 + len(proposed) for proposed in proposals]
+    logits = runner.forward(batch, batch.last(counts), stop=stop, packed=packed)
+    found: Sequence[torch.Tensor] = logits.split(counts)
+    return found
 
 
-def _note(timing: Timing, *, first: bool) -> None:
-    timing.last_token_s = time.monotonic()
-    if timing.first_token_s == 0.0:
-        timing.first_token_s = timing.last_token_s
-    if not first:
-        timing.decoded += 1
+def _accept(answer: Answer, proposed: Sequence[int], logits: torch.Tensor, timing: Timing) -> Iterator[Piece]:
+    """Take the model's own choices [1 + proposals, V] as long as the proposals were those; forget the others."""
+    right = answer.cache.length - len(proposed)  # tokens in the cache that are sure
+    timing.proposed += len(proposed)
+    for place, row in enumerate(logits):
+        first = not answer.count
+        pieces = answer.take(row)
+        piece = next(pieces)
+        timing.note_token(first=first)
+        yield piece
+        yield from pieces
+        agreed = place < len(proposed) and piece.token_id == proposed[place]
+        timing.accepted += agreed
+        if answer.finish_reason is not None or not agreed:
+            break
+    answer.cache.truncate(right + place)

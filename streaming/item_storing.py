@@ -14,11 +14,14 @@ from streaming.load_plan import LoadItem
 from streaming.stages import is_quantized, needs_host, place_of_rows, slice_item, store_item
 
 
-def wide_numbers(item: LoadItem, raw: torch.Tensor, device: Device) -> torch.Tensor:
+def wide_numbers(
+    item: LoadItem, raw: torch.Tensor, device: Device, stored: Mapping[str, torch.Tensor] | None = None
+) -> torch.Tensor:
     """The item's numbers on the device, from its bytes on the host; written to their place at once where they are
-    decoded on the CPU and stay as they are."""
+    decoded on the CPU and stay as they are. `stored`: of its parameter, where that is not the device's own."""
     on_host = device.torch_device.type == "cpu"
-    place = place_of_rows(item, device.stored[item.param.name]) if on_host else None
+    own = device.stored[item.param.name] if stored is None else stored
+    place = place_of_rows(item, own) if on_host else None
     if needs_host(item):
         return device.bring(slice_item(item, raw, place))
     return slice_item(item, device.bring(raw), place)

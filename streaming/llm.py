@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from layers.sampling_params import SamplingParams
 from streaming.clock import RunClock
+from streaming.draft_plan import DraftPlan, draft_beside, prepare_with_draft
 from streaming.errors import OptionError, StreamClosedError
 from streaming.hooks import Hooks
 from streaming.interrupts import interrupt_kept
@@ -35,8 +36,8 @@ from streaming.trace import Tracer
 if TYPE_CHECKING:
     from layers.decoder import DecoderModel
     from quant.kernels import Kernels
+    from streaming.answers import Completion, Piece
     from streaming.async_llm import AsyncLLM
-    from streaming.generate import Completion, Piece
     from streaming.model import StreamedModel
     from streaming.ranks.hub import Hub
     from streaming.ranks.lead import Lead
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from streaming.tokenizer import Tokenizer
 
 T = TypeVar("T")
+Params = SamplingParams | Sequence[SamplingParams] | None
 logger = logging.getLogger(__name__)
 
 _NO_HOOKS = Hooks()
@@ -79,6 +81,8 @@ class LoadKeywords(TypedDict, total=False):
     revision: str | None
     sources: Sequence[Source]
     remote_cache: str | None
+    cache_dir: str | None
+    cache_size: str | int | None
     seed: int | None
     tensor_parallel_size: int
     expert_parallel_size: int | None
@@ -104,17 +108,19 @@ async def open_llm(
     *,
     hooks: Hooks = _NO_HOOKS,
     reader_of: Callable[[Prepared], Reader] = start_reader,
+    draft_model: str | Path | None = None,
     **options: Unpack[LoadKeywords],
 ) -> AsyncIterator[AsyncLLM]:
     """Open a model in the running event loop; gives it when its shell exists, long before its weights are there.
 
-    `reader_of` makes the reader: tests pass one that holds pieces back. Raises what `prepare` raises; an error of the
-    load is raised once, by whoever waits for the layer or at the end of the block.
+    `reader_of` makes the reader: tests pass one that holds pieces back. `draft_model` as for `LLM`. Raises
+    what `prepare` raises; an error of the load is raised once, by whoever waits for the layer or at the block's end.
     """
     import anyio.to_thread
 
     tracer, clock = Tracer(), RunClock(start_s=time.monotonic())
-    prepared = await anyio.to_thread.run_sync(prepare, str(model), LoadOptions(**options))
+    plan = partial(prepare_with_draft, str(model), LoadOptions(**options), draft_model=draft_model)
+    prepared, draft = await anyio.to_thread.run_sync(plan)
     async with _stack_closed_in_a_thread() as stack:
         hub = _open_ranks(prepared, stack)
         prepared = _own_options(prepared)
@@ -128,7 +134,9 @@ async def open_llm(
         from streaming.model_run import run_model
 
         ranks = None if hub is None else _lead(hub, prepared)
+        beside = draft_beside(draft, stack, warn=hooks.warn)
         async with run_model(prepared, reader, tracer=tracer, clock=clock, hooks=hooks, ranks=ranks) as streamed:
+            streamed.draft = beside
             yield AsyncLLM(streamed, text)
 
 
@@ -155,14 +163,23 @@ class LLM:
             for text in llm.generate("The sea is"):
                 print(text, end="", flush=True)
 
-    The constructor returns when the shell exists. Keywords are LoadOptions' fields. Raises CheckpointError,
-    ModelConfigError, OptionError, BudgetError before a weight is read; LayerLoadError when a layer cannot be loaded,
-    from whichever call waits for it, or at the end of the `with` block.
+    The constructor returns when the shell exists. Keywords are LoadOptions' fields. `draft_model`: a small model with
+    the same tokenizer, a path or hub id, that proposes tokens where SamplingParams.speculate says how many.
+    Raises CheckpointError, ModelConfigError, OptionError, BudgetError before a weight is read; LayerLoadError when a
+    layer cannot be loaded, from whichever call waits for it, or at the end of the `with` block.
     """
 
-    def __init__(self, model: str | Path, *, hooks: Hooks = _NO_HOOKS, **options: Unpack[LoadKeywords]) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        hooks: Hooks = _NO_HOOKS,
+        draft_model: str | Path | None = None,
+        **options: Unpack[LoadKeywords],
+    ) -> None:
         clock = RunClock(start_s=time.monotonic())
-        self._open(prepare(str(model), LoadOptions(**options)), clock, hooks)
+        prepared, draft = prepare_with_draft(str(model), LoadOptions(**options), draft_model=draft_model)
+        self._open(prepared, clock, hooks, draft=draft)
 
     @classmethod
     def start(
@@ -172,14 +189,16 @@ class LLM:
         clock: RunClock | None = None,
         hooks: Hooks = _NO_HOOKS,
         leave: Callable[[], None] | None = None,
+        draft: DraftPlan | None = None,
     ) -> LLM:
-        """Open a model that has been planned already; `clock` says where its times count from.
+        """Open a model that has been planned already; `clock` says where its times count from. `draft`: planned with it
+        (see streaming.draft_plan).
 
         `leave` is for a process that runs nothing but this: the import of torch is shortened there (see torch_import),
         and an interrupt in the middle of it calls `leave`, which ends the process.
         """
         llm = cls.__new__(cls)
-        llm._open(prepared, clock or RunClock(start_s=time.monotonic()), hooks, leave=leave)
+        llm._open(prepared, clock or RunClock(start_s=time.monotonic()), hooks, leave=leave, draft=draft)
         return llm
 
     @staticmethod
@@ -199,7 +218,13 @@ class LLM:
         return load_one_layer(prepared, layer)
 
     def _open(
-        self, prepared: Prepared, clock: RunClock, hooks: Hooks, *, leave: Callable[[], None] | None = None
+        self,
+        prepared: Prepared,
+        clock: RunClock,
+        hooks: Hooks,
+        *,
+        leave: Callable[[], None] | None = None,
+        draft: DraftPlan | None = None,
     ) -> None:
         self.tracer, self.clock = Tracer(), clock
         stack = ExitStack()
@@ -212,7 +237,9 @@ class LLM:
 
             self._text = stack.enter_context(closing(ModelText(prepared.checkpoint)))
             bring_torch(self.tracer, self.clock, leave=None if leave is None else partial(_leave, stack, leave))
+            beside = draft_beside(draft, stack, warn=hooks.warn)
             self._model = self._start(stack, reader, hooks, hub)
+            self._model.draft = beside
         except BaseException as error:
             stack.__exit__(type(error), error, error.__traceback__)  # the other ranks are told why
             raise
@@ -246,22 +273,31 @@ class LLM:
             else:
                 self._text.check()
 
-    def pieces(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> Iterator[Piece]:
-        """The answers to several prompts, which share each layer's arrival: pieces in the order in which they come."""
-        from streaming.generate import Piece
+    def pieces(self, prompts: Sequence[Prompt], params: Params = None) -> Iterator[Piece]:
+        """The answers to several prompts, which share each layer's arrival: pieces in the order in which they come.
+
+        `params` of all, or as many as there are prompts. What does not fit into memory at once takes turns. Raises
+        BudgetError for a prompt that does not fit by itself.
+        """
+        from streaming.answers import Piece
 
         for event in self._events(prompts, params):
             if isinstance(event, Piece):
                 yield event
 
-    def complete(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]:
-        """Finished answers, in the order of the prompts."""
-        from streaming.generate import Completion
+    def answers(self, prompts: Sequence[Prompt], params: Params = None) -> Iterator[Completion]:
+        """Finished answers, in the order in which they end; else as `pieces`."""
+        from streaming.answers import Completion
 
-        found = [event for event in self._events(prompts, params) if isinstance(event, Completion)]
-        return sorted(found, key=lambda completion: completion.index)
+        for event in self._events(prompts, params):
+            if isinstance(event, Completion):
+                yield event
 
-    def _events(self, prompts: Sequence[Prompt], params: SamplingParams | None) -> Iterator[Piece | Completion]:
+    def complete(self, prompts: Sequence[Prompt], params: Params = None) -> list[Completion]:
+        """Finished answers, in the order of the prompts; else as `pieces`."""
+        return sorted(self.answers(prompts, params), key=lambda completion: completion.index)
+
+    def _events(self, prompts: Sequence[Prompt], params: Params) -> Iterator[Piece | Completion]:
         requests = self._text.requests(prompts, params or SamplingParams())
         yield from self._open_model().submit(requests, self._text.decoder_for(prompts)).results()
 
@@ -330,9 +366,24 @@ class LLM:
         """Block until every layer is ready; raises what ended the load."""
         self._model.wait_loaded()
 
+    def set_memory(self, memory: str | int) -> None:
+        """Keep the model within another memory limit, while it runs: weights that do not fit any more are streamed,
+        others come to stay in the passes that follow. No bit of the answers changes.
+
+        Waits for the end of the load. Raises BudgetError where the limit is too small, with what is needed.
+        """
+        from streaming.set_memory import set_memory
+
+        set_memory(self._open_model(), memory)
+
     def stats(self) -> Summary:
         """What is known of the run now."""
         return self._model.stats()
+
+    @property
+    def model(self) -> StreamedModel:
+        """What this stands on."""
+        return self._model
 
     def _open_model(self) -> StreamedModel:
         if not self._closer.alive:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quant.disk_forms.form import DiskForm
     from streaming.expert_plan import ExpertLayer
     from streaming.rank_share import RankShare
+    from streaming.stream_plan import StreamPlan
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ class LoadPlan:
     experts: tuple[ExpertLayer, ...] = ()  # what is loaded apart from the layers, when it is needed
     ranks: tuple[RankShare, ...] = ()  # what every rank has, where that was asked for
     topology: Topology = field(default_factory=Topology)  # the ranks, and which of them this plan is for
+    stream: StreamPlan | None = None  # what comes anew in every pass, where not all fits into memory
 
     @cached_property
     def all_layers(self) -> tuple[LayerPlan, ...]:
@@ -165,8 +167,15 @@ class LoadPlan:
 
     @cached_property
     def all_items(self) -> tuple[LoadItem, ...]:
-        """Every item, of experts that are loaded apart too."""
-        return tuple(item for layer in self.all_layers for item in layer.items)
+        """Every item, of experts that are loaded apart and of what is streamed too."""
+        units = () if self.stream is None else self.stream.units
+        streamed = (item for unit in units if unit.name not in self.stream_loaded for item in unit.items)
+        return (*(item for layer in self.all_layers for item in layer.items), *streamed)
+
+    @property
+    def stream_loaded(self) -> frozenset[str]:
+        """Units of the stream that are loaded with the layers."""
+        return frozenset() if self.stream is None else self.stream.loaded
 
     @cached_property
     def items(self) -> tuple[LoadItem, ...]:
@@ -175,8 +184,8 @@ class LoadPlan:
 
     @property
     def read_nbytes(self) -> int:
-        """Bytes read from the files."""
-        return sum(layer.read_nbytes for layer in self.all_layers)
+        """Bytes read from the files: of what is streamed, those of one pass (of experts that do not all fit, all)."""
+        return sum(layer.read_nbytes for layer in self.all_layers) + self._streamed_read_nbytes
 
     @property
     def received_nbytes(self) -> int:
@@ -186,11 +195,20 @@ class LoadPlan:
     @property
     def soonest_nbytes(self) -> int:
         """Bytes that no first token can do without: where experts are loaded apart, without any."""
-        return sum(layer.read_nbytes for layer in self.layers)
+        return sum(layer.read_nbytes for layer in self.layers) + self._streamed_read_nbytes
+
+    @property
+    def _streamed_read_nbytes(self) -> int:
+        """Of what comes through the stream for the first time."""
+        if self.stream is None:
+            return 0
+        return sum(unit.read_nbytes for unit in self.stream.units if unit.name not in self.stream_loaded)
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes of all parameters in their stored form."""
+        """Bytes of all parameters that stay in memory, in their stored form."""
+        if self.stream is not None:
+            return sum(layer.kept_nbytes for layer in self.layers) + self.stream.own_nbytes
         return sum(layer.kept_nbytes for layer in self.all_layers)
 
     @cached_property

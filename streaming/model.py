@@ -16,10 +16,12 @@ from layers.kv_codec import Room
 from layers.model_config import ModelConfig
 from layers.rank_config import local_config
 from quant.device_features import DeviceFeatures
+from streaming.answers import Completion, Piece, Request
 from streaming.clock import RunClock
 from streaming.errors import BudgetError, OptionError, StreamClosedError, StreamingError
 from streaming.forward_thread import ForwardThread, Job, RequestCancelled
-from streaming.generate import Completion, Piece, Request, Timing, generate
+from streaming.generate import Timing, generate
+from streaming.hooks import Hooks
 from streaming.kv_scales import KVScales, scales_on_device
 from streaming.memory_watch import MemoryWatch
 from streaming.prepare import Prepared
@@ -27,12 +29,15 @@ from streaming.ranks.report import RankReport
 from streaming.residency import LayerState, Residency
 from streaming.runner import ModelRunner
 from streaming.sizes import format_size
+from streaming.speculation import PromptLookup, Proposer
 from streaming.stages import is_quantized
-from streaming.stats import Summary
+from streaming.stats import Summary, stream_facts
 from streaming.tokenizer import Tokenizer
 from streaming.trace import Tracer, lane_seconds, lanes_in_order
+from streaming.waves import Caches
 
 if TYPE_CHECKING:
+    from streaming.draft_model import DraftModel
     from streaming.ranks.lead import Lead
     from streaming.ranks.lone_rank import LoneRank
     from streaming.ranks.member import Member
@@ -49,12 +54,14 @@ class StreamedModel:
     clock: RunClock
     watch: MemoryWatch
     features: DeviceFeatures = field(default_factory=DeviceFeatures)
+    hooks: Hooks = field(default_factory=Hooks)
     load_error: BaseException | None = None
     told: BaseException | None = None  # the load's error, once somebody has been given it
     warnings: list[str] = field(default_factory=list)
     closing: bool = False
     workers: set[threading.Thread] = field(default_factory=set)
     ranks: Lead | Member | LoneRank | None = None  # this rank's part in a run of several
+    draft: DraftModel | None = None  # proposes tokens where a request speculates
     _forward: ForwardThread = field(default_factory=ForwardThread)
     _timing: Timing = field(default_factory=Timing)
     _completions: list[Completion] = field(default_factory=list)
@@ -64,6 +71,10 @@ class StreamedModel:
     _room: Room | None = None  # what all caches decode into, one after the other
     _room_nbytes: int = 0  # the most that it may have come to: it is kept
     _first_token: tuple[float, int] | None = None  # when the first of all was there, and bytes of rows fetched by then
+
+    def __post_init__(self) -> None:
+        self.budget = self.prepared.budget  # as the limit is now
+        self.changing_memory = threading.Lock()
 
     # --- readiness
 
@@ -141,7 +152,11 @@ class StreamedModel:
         self._cache_nbytes, self._begun = self._room_nbytes, len(self._completions)
         timing = self._timing = Timing()
         stop, marked = partial(self._stop, job), bool(self._completions)
-        made = generate(self.runner, requests, tokenizer=tokenizer, new_cache=self.new_cache, stop=stop, timing=timing)
+        self._check_cache(max((request.cache_tokens for request in requests), default=0))
+        made = generate(
+            self.runner, requests, tokenizer=tokenizer, caches=Caches(self.new_cache, self.fits),
+            proposer=self._proposer(requests), stop=stop, timing=timing,
+        )  # fmt: skip
         for value in made:
             if timing.first_token_s and not marked:
                 marked = True
@@ -150,6 +165,10 @@ class StreamedModel:
             if isinstance(value, Completion):
                 self._completions.append(value)
             yield value
+
+    def _proposer(self, requests: Sequence[Request]) -> Proposer:
+        speculates = any(request.params.speculate for request in requests)
+        return self.draft.proposer() if self.draft is not None and speculates else PromptLookup()
 
     def _stop(self, job: Job) -> None:
         if self.closing:
@@ -183,7 +202,8 @@ class StreamedModel:
         """A KV cache for so many tokens, admitted before it is allocated. Raises BudgetError beyond the limit."""
         tokens, lead = min(max_tokens, self.context_length), self.runner.lead
         config, scales = self._cache_of()
-        self._admit(config, tokens)
+        self._cache_nbytes = max(self._cache_nbytes, self._check_cache(max_tokens))
+        self._room_nbytes = self._room_with(config, tokens)
         device, kept = self.runner.device.torch_device, self.prepared.options.kv_cache_dtype
         self._room = self._room or Room(device)
         cache = KVCache(
@@ -196,6 +216,11 @@ class StreamedModel:
             lead.new_cache(cache, max_tokens=tokens)
         return cache
 
+    def fits(self, max_tokens: int) -> bool:
+        """Whether a cache for so many tokens has room now."""
+        limit = self.budget.limit_nbytes
+        return limit is None or self._needed_with(self._held_with(max_tokens)) <= limit
+
     def _cache_of(self) -> tuple[ModelConfig, KVScales | None]:
         """The configuration that a cache made now is sized by, and its scales: of the layers of this rank's stage, or
         of none where another replica computes the sequence and rank 0 only counts its tokens."""
@@ -205,19 +230,43 @@ class StreamedModel:
         stage = slice(*self.runner.topology.layers_of_stage(config.num_layers))
         return local_config(config, self.runner.topology), None if scales is None else scales[stage]
 
-    def _admit(self, config: ModelConfig, tokens: int) -> None:
-        """Count a cache with those that are there. Raises BudgetError beyond the limit."""
-        dtype, kept, budget = self.prepared.dtype, self.prepared.options.kv_cache_dtype, self.prepared.budget
-        room = max(self._room_nbytes, cache_room_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=kept))
-        own = kv_cache_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=kept)
-        held = sum(cache.nbytes for cache in self._caches) + own + room
-        needed = budget.peak_nbytes - budget.cache_nbytes + held
-        if budget.limit_nbytes is not None and needed > budget.limit_nbytes:
+    def _check_cache(self, max_tokens: int) -> int:
+        """Bytes of all caches with another one for so many tokens. Raises BudgetError beyond the limit."""
+        held, limit = self._held_with(max_tokens), self.budget.limit_nbytes
+        if limit is not None and (needed := self._needed_with(held)) > limit:
+            apart = 0 if self.draft is None else self.draft.nbytes
             raise BudgetError(
-                f"--memory {format_size(budget.limit_nbytes)} is too small for a cache of {tokens} tokens: "
-                f"{format_size(needed)} are needed; ask for fewer tokens or prompts"
+                f"--memory {format_size(limit + apart)} is too small for a cache of "
+                f"{min(max_tokens, self.context_length)} tokens: {format_size(needed + apart)} are needed; ask for "
+                "fewer tokens or a shorter prompt"
             )
-        self._room_nbytes, self._cache_nbytes = room, max(self._cache_nbytes, held)
+        return held
+
+    def _held_with(self, max_tokens: int) -> int:
+        """Bytes of the caches that are there and another one, and of what they decode into."""
+        config, tokens = self._cache_of()[0], min(max_tokens, self.context_length)
+        kept = self.prepared.options.kv_cache_dtype
+        own = kv_cache_nbytes(config, max_tokens=tokens, dtype=self.prepared.dtype, cache_dtype=kept)
+        return sum(cache.nbytes for cache in self._caches) + own + self._room_with(config, tokens)
+
+    @property
+    def caches_nbytes(self) -> int:
+        """Bytes of the KV caches that are in use, and of what they decode into."""
+        return sum(cache.nbytes for cache in self._caches) + self._room_nbytes
+
+    def _room_with(self, config: ModelConfig, tokens: int) -> int:
+        dtype, kept = self.prepared.dtype, self.prepared.options.kv_cache_dtype
+        return max(self._room_nbytes, cache_room_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=kept))
+
+    def _needed_with(self, held_nbytes: int) -> int:
+        """Bytes of all that the model holds, with caches of so many."""
+        budget = self.budget
+        return budget.peak_nbytes - budget.cache_nbytes + held_nbytes
+
+    def note(self, text: str) -> None:
+        """Something that the user should know: told, and kept for the summary."""
+        self.warnings.append(text)
+        self.hooks.warn(text)
 
     def fail(self, error: BaseException) -> None:
         """Another rank has failed: whoever waits gets its error, or the end of `run_model`'s block."""
@@ -235,7 +284,8 @@ class StreamedModel:
         decode_s = timing.last_token_s - timing.first_token_s - timing.packing_s
         rate = timing.decoded / decode_s if timing.decoded and decode_s > 0 else None
         last = self._completions[-1] if self._completions else None
-        total = sum(len(completion.token_ids) for completion in self._completions[self._begun :])
+        apart = 0 if self.draft is None else self.draft.nbytes
+        limit = self.budget.limit_nbytes
         begun = timing.begun_s
         peak = self.watch.peak_nbytes + sum(report.peak_rss_bytes for report in self.rank_reports().values())
         return Summary(
@@ -248,7 +298,11 @@ class StreamedModel:
             load_s=_between(clock.load_begin_s, clock.load_end_s),
             forward_s=_between(begun, first),
             decode_tok_s=rate,
-            tokens_per_s=total / (timing.last_token_s - begun) if total and timing.last_token_s > begun else None,
+            tokens_per_s=timing.tokens / (timing.last_token_s - begun) if timing.last_token_s > begun else None,
+            passes=timing.passes,
+            tokens_per_pass=timing.tokens / timing.passes if timing.passes else None,
+            proposed_tokens=timing.proposed,
+            accepted_tokens=timing.accepted,
             bytes_read=self._bytes_read(),
             bytes_received=self.prepared.plan.received_nbytes,
             bytes_rows=self.runner.rows.read_nbytes,
@@ -256,8 +310,9 @@ class StreamedModel:
             bytes_kept=self.prepared.plan.kept_nbytes,
             peak_rss_bytes=peak,
             peak_rss_mb=round(peak / (1 << 20), 1),
-            peak_budget_bytes=self.prepared.budget.peak_nbytes - self.prepared.budget.cache_nbytes + self._cache_nbytes,
-            limit_bytes=self.prepared.budget.limit_nbytes,
+            peak_budget_bytes=self._needed_with(self._cache_nbytes) + apart,
+            limit_bytes=None if limit is None else limit + apart,
+            draft_bytes=apart,
             window_bytes=self.prepared.read_plan.window_nbytes,
             stalls=dict(self.residency.stalls),
             stages=stage_seconds(seconds),
@@ -271,6 +326,7 @@ class StreamedModel:
             text=last.text if last else None,
             finish_reason=last.finish_reason if last else None,
             warnings=tuple(self.warnings),
+            stream={} if self.runner.stream is None else stream_facts(self.runner.stream),
         )
 
     def _book_waits(self) -> None:
@@ -308,6 +364,8 @@ class StreamedModel:
         self.runner.rows.cancel()
         if self.runner.experts is not None:
             self.runner.experts.close()
+        if self.runner.stream is not None:
+            self.runner.stream.close()
 
     def join(self) -> None:
         """Wait for the forward thread's end."""

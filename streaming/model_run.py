@@ -6,10 +6,9 @@ process, page-locked memory.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -41,10 +40,14 @@ from streaming.weight_checks import WeightChecks
 
 if TYPE_CHECKING:
     from streaming.distributed import ProcessGroups
+    from streaming.expert_cache import ExpertCache
     from streaming.expert_loading import ExpertLoader
     from streaming.ranks.lead import Lead
     from streaming.ranks.lone_rank import LoneRank
     from streaming.ranks.member import Member
+    from streaming.stored_cache import StoredCache
+    from streaming.stream_plan import StreamPlan
+    from streaming.weight_stream import WeightStream
 
 
 @asynccontextmanager
@@ -62,7 +65,9 @@ async def run_model(
     `ranks`: this rank's part in a run of several, who meet before the shell is built. Raises the load's error once at
     the end of the block, unless the block itself ended with it.
     """
-    device = open_device(prepared.options.device, prepared.plan, reader)
+    plan = prepared.plan
+    bounded = plan.stream is not None and bool(plan.experts)
+    device = open_device(prepared.options.device, plan, reader, bounded_experts=bounded)
     groups: ProcessGroups | None = None
     try:
         if ranks is not None:
@@ -73,9 +78,12 @@ async def run_model(
             prepared, reader, device, processing, features=features, tracer=tracer, clock=clock, hooks=hooks,
             ranks=ranks, groups=groups,
         )  # fmt: skip
-        told = replace(hooks, warn=partial(_note, streamed, hooks.warn))
-        if prepared.plan.experts:
-            streamed.runner.experts = _open_experts(streamed, device, processing, told)
+        told = replace(hooks, warn=streamed.note)
+        forms = None if plan.stream is None else _open_forms(prepared, plan.stream, told)
+        if plan.experts:
+            streamed.runner.experts = _open_experts(streamed, device, processing, told, forms)
+        if plan.stream is not None:
+            streamed.runner.stream = _open_stream(streamed, plan.stream, device, told, forms)
     except BaseException:
         if groups is not None:
             groups.close()
@@ -147,11 +155,11 @@ def _assemble(
     )  # fmt: skip
     pid = reader.pid
     watch = MemoryWatch(shared=lambda: reader.shared_nbytes, pids=lambda: [] if pid is None else [pid])
-    streamed = StreamedModel(prepared, residency, runner, tracer, clock, watch, features, ranks=ranks)
+    streamed = StreamedModel(prepared, residency, runner, tracer, clock, watch, features, hooks, ranks=ranks)
     if ranks is not None:
         ranks.bind(residency, streamed.fail)
     for text in prepared.warnings:
-        _note(streamed, hooks.warn, text)
+        streamed.note(text)
     return streamed
 
 
@@ -174,27 +182,54 @@ def _pipeline(
     )  # fmt: skip
 
 
-def _open_experts(streamed: StreamedModel, device: Device, processing: PostProcessing, hooks: Hooks) -> ExpertLoader:
+def _open_experts(
+    streamed: StreamedModel, device: Device, processing: PostProcessing, hooks: Hooks, forms: StoredCache | None
+) -> ExpertLoader | ExpertCache:
+    from streaming.expert_cache import ExpertCache
+    from streaming.expert_foresight import make_foresight
     from streaming.expert_loading import open_experts
 
-    prepared = streamed.prepared
+    prepared, stream = streamed.prepared, streamed.prepared.plan.stream
     for one in prepared.plan.experts:
         if processing.due(one.plan.spec):
             raise OptionError(
                 f"--moe-load routed_first: on {prepared.options.device} the experts of {one.of} are processed once "
                 "they are whole; leave the option out"
             )
-    return open_experts(prepared, device, streamed.residency, streamed.tracer, hooks=hooks)
+    experts = open_experts(
+        prepared, device, streamed.residency, streamed.tracer, hooks=hooks, stored=forms,
+        capacity_nbytes=None if stream is None else stream.experts_nbytes,
+    )  # fmt: skip
+    if isinstance(experts, ExpertCache):
+        runner, is_ready = streamed.runner, streamed.residency.is_ready
+        runner.foresight = make_foresight(
+            runner.model, runner.kernels, is_ready=is_ready, foresee=experts.foresee
+        )  # fmt: skip
+    return experts
 
 
-def _note(streamed: StreamedModel, warn: Callable[[str], None], text: str) -> None:
-    streamed.warnings.append(text)
-    warn(text)
+def _open_forms(prepared: Prepared, plan: StreamPlan, hooks: Hooks) -> StoredCache | None:
+    from streaming.open_stream import open_forms
+
+    return open_forms(prepared, plan, warn=hooks.warn)
+
+
+def _open_stream(
+    streamed: StreamedModel, plan: StreamPlan, device: Device, hooks: Hooks, forms: StoredCache | None
+) -> WeightStream:
+    from streaming.open_stream import open_stream
+
+    return open_stream(
+        streamed.prepared, plan, device=device, shell=streamed.runner.model, residency=streamed.residency,
+        tracer=streamed.tracer, hooks=hooks, forms=forms,
+    )  # fmt: skip
 
 
 async def _load(pipeline: Pipeline, streamed: StreamedModel, device: Device) -> None:
     try:
         _publish_empty(pipeline, streamed.residency)
+        if streamed.runner.stream is not None:
+            streamed.runner.stream.start()
         if streamed.runner.experts is not None:
             streamed.runner.experts.start()
         await pipeline.run()
@@ -222,7 +257,8 @@ async def _load(pipeline: Pipeline, streamed: StreamedModel, device: Device) -> 
 
 def _publish_empty(pipeline: Pipeline, residency: Residency) -> None:
     """Layers of which this rank has nothing to load (the vocabulary's rows may end before its part of them)."""
-    loaded = {item.layer for item in pipeline.plan.all_items}
+    apart = (item for one in pipeline.plan.experts for item in one.plan.items)
+    loaded = {item.layer for item in (*pipeline.plan.items, *apart)}
     for layer in residency.states():
         if layer not in loaded:
             residency.publish(layer)
@@ -247,6 +283,8 @@ def _shut_down(streamed: StreamedModel, device: Device, reader: Reader, warming:
     streamed.runner.rows.close()
     if streamed.runner.experts is not None:
         streamed.runner.experts.join()
+    if streamed.runner.stream is not None:
+        streamed.runner.stream.join()
     streamed.runner.panels.close()
     reader.close()
     device.close()

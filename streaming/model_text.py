@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from layers.sampling_params import SamplingParams
 from streaming.chat_template import choose_template, render_chat
 from streaming.checkpoint.tensors import Checkpoint
-from streaming.errors import StreamingError
+from streaming.errors import OptionError, StreamingError
 from streaming.generation_config import read_generation_defaults
 from streaming.tokenizer import Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
-    from streaming.generate import Request
+    from streaming.answers import Request
     from streaming.prompt import Prompt
 
 
@@ -76,16 +76,22 @@ class ModelText:
         text = render_chat(template, list(messages), add_generation_prompt=True, special_tokens=special)
         return tokenizer.encode(text, add_special_tokens=False)
 
-    def requests(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Request]:
-        """A request for each prompt; each draws its own numbers: seed, seed + 1, ..."""
-        from streaming.generate import Request
+    def requests(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> list[Request]:
+        """A request for each prompt. Of one params each draws its own numbers: seed, seed + 1, ...; several are each
+        prompt's. Raises OptionError for another number of them."""
+        from streaming.answers import Request
 
-        stop_ids: frozenset[int] = frozenset() if params.ignore_eos else frozenset(self.stop_ids)
+        every = [params] if isinstance(params, SamplingParams) else params
+        if not isinstance(params, SamplingParams) and len(params) != len(prompts):
+            raise OptionError(
+                f"{len(prompts)} prompts and {len(params)} params were given: one for each, or one for all"
+            )
+        stop_ids: frozenset[int] = frozenset() if all(one.ignore_eos for one in every) else frozenset(self.stop_ids)
         found = []
         for index, prompt in enumerate(prompts):
             ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
-            own = params if params.seed is None else replace(params, seed=params.seed + index)
-            found.append(Request(tuple(ids), own, stop_ids))
+            own = _own_params(params, index)
+            found.append(Request(tuple(ids), own, frozenset() if own.ignore_eos else stop_ids))
         return found
 
     def decoder_for(self, prompts: Sequence[Prompt]) -> Tokenizer | None:
@@ -93,3 +99,9 @@ class ModelText:
         if any(isinstance(prompt, str) for prompt in prompts):
             return self.tokenizer
         return self.tokenizer if self.available else None
+
+
+def _own_params(params: SamplingParams | Sequence[SamplingParams], index: int) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        return params[index]
+    return params if params.seed is None else replace(params, seed=params.seed + index)

@@ -25,9 +25,13 @@ def state_of(status: os.stat_result) -> FileState:
 class OpenFiles:
     """Descriptors of numbered files, by need. Where no more can be opened, those that nobody uses now are closed."""
 
-    def __init__(self, paths: Sequence[str], states: Sequence[FileState], uses: Sequence[int]) -> None:
-        """`uses`: how many pieces of each file will be taken in all."""
+    def __init__(
+        self, paths: Sequence[str], states: Sequence[FileState], uses: Sequence[int], *, exactly: bool = False
+    ) -> None:
+        """`uses`: how many pieces of each file will be taken in all. `exactly`: the system is to read what it is asked
+        for and nothing behind it."""
         self._paths, self._states, self._left = paths, states, list(uses)
+        self._exactly = exactly
         self._open: dict[int, int] = {}
         self._users = [0] * len(paths)
         self._closed = False
@@ -72,7 +76,10 @@ class OpenFiles:
             self._close([other for other in self._open if not self._users[other]])
         while True:
             try:
-                return os.open(self._paths[file], os.O_RDONLY | os.O_CLOEXEC)
+                descriptor = os.open(self._paths[file], os.O_RDONLY | os.O_CLOEXEC)
+                if self._exactly and hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+                return descriptor
             except OSError as error:
                 idle = [other for other in self._open if not self._users[other]]
                 if error.errno != errno.EMFILE or not idle:

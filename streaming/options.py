@@ -70,6 +70,8 @@ class LoadOptions:
     revision: str | None = None
     sources: Sequence[Source] = ()  # further places that tensors come from
     remote_cache: str | None = None
+    cache_dir: str | None = None  # where stored weights of models larger than the memory are kept for later runs
+    cache_size: str | int | None = None  # of all models there; 0: nothing is kept on disk
     seed: int | None = None  # of made-up weights (load format dummy; 0 when not given)
     tensor_parallel_size: int = 1
     expert_parallel_size: int | None = None
@@ -97,6 +99,7 @@ class LoadOptions:
             raise OptionError(f"--device {self.device}: known devices are cpu and cuda[:index]")
         if self.remote_cache is not None and (not self.remote_cache or os.path.isfile(self.remote_cache)):
             raise OptionError(f"--remote-cache {self.remote_cache!r}: a folder is needed")
+        self._check_stored_cache()
         if isinstance(self.sources, Source) or not all(isinstance(source, Source) for source in self.sources):
             raise OptionError(f"sources {self.sources!r}: a list of Source values is needed")
         _positive("--max-model-len", self.max_model_len)
@@ -105,8 +108,15 @@ class LoadOptions:
             raise OptionError(f"--seed {self.seed!r}: a whole number of at least 0 is needed")
         self._check_ranks()
         for name, value in (("--memory", self.memory), ("--window", self.window)):
-            if value is not None:
+            if value is not None and (name, value) != ("--memory", "auto"):
                 parse_size(value, option=name)
+
+    def _check_stored_cache(self) -> None:
+        folder = self.cache_dir
+        if folder is not None and (not folder or os.path.isfile(folder)):
+            raise OptionError(f"--cache-dir {folder!r}: a folder is needed")
+        if self.cache_limit_nbytes == 0 and folder is not None:
+            raise OptionError(f"--cache-dir {folder} and --cache-size 0, which keeps nothing there: give one of them")
 
     def _check_ranks(self) -> None:
         """The mesh."""
@@ -243,8 +253,15 @@ class LoadOptions:
 
     @property
     def memory_nbytes(self) -> int | None:
-        """The memory limit in bytes."""
-        return None if self.memory is None else parse_size(self.memory, option="--memory")
+        """The memory limit in bytes; None where none is given as a size."""
+        return None if self.memory in (None, "auto") else parse_size(self.memory, option="--memory")
+
+    @property
+    def cache_limit_nbytes(self) -> int | None:
+        """The most bytes that stored weights of all models may take in the cache folder; 0: nothing is kept there."""
+        if self.cache_size is None or str(self.cache_size) == "0":
+            return None if self.cache_size is None else 0
+        return parse_size(self.cache_size, option="--cache-size")
 
     @property
     def window_nbytes(self) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +18,7 @@ from layers.topology import Topology
 from layers.weights import Dropped, LayerSpec
 from quant.dtypes import DType
 from quant.policy import default_policy
-from streaming.budget import Budget, make_budget
+from streaming.budget import Budget, make_budget, too_small
 from streaming.checkpoint import open_checkpoint
 from streaming.checkpoint.tensor_names import check_names
 from streaming.checkpoint.tensors import Checkpoint, TensorInfo
@@ -32,6 +33,7 @@ from streaming.read_strategy import ReadChoice
 from streaming.sources import join_sources
 from streaming.stated_quantization import disk_method
 
+AUTO_SHARE = 0.9  # of the memory that is free, with --memory auto
 DEFAULT_CACHE_TOKENS = 2048  # what the budget sets aside when no --max-model-len is given
 
 
@@ -53,6 +55,8 @@ class Prepared:
     post_process: bool = True  # False: weights stay in the form that files hold (see streaming.post_processing)
     topology: Topology = field(default_factory=Topology)
     model: str = ""  # its name, as it was given
+    whole: LoadPlan | None = None  # the plan where everything stays in memory; None: `plan` is that
+    budget_of: Callable[[LoadPlan], Budget] | None = None  # without a limit
 
     @property
     def local_config(self) -> ModelConfig:
@@ -116,7 +120,7 @@ def _prepare(model: str, options: LoadOptions, topology: Topology, *, every_rank
     if options.moe_load == "routed_first":
         from streaming.expert_plan import with_experts_apart
 
-        plan = with_experts_apart(plan, options, saved=checkpoint.saved is not None)
+        plan = with_experts_apart(plan, options)
     cache_dtype, kv_scales = options.kv_cache_dtype, None
     if cache_dtype != "auto":
         _check_cache_form(config, cache_dtype)
@@ -124,19 +128,70 @@ def _prepare(model: str, options: LoadOptions, topology: Topology, *, every_rank
 
         plan, kv_scales = cache_scales(plan, checkpoint, cache_dtype=cache_dtype, num_layers=config.num_layers)
     reading = choose_reading(checkpoint, plan, options)
-    budget = _budget(plan, reading, options, config=local_config(config, topology), dtype=dtype)
-    keep_maps = reading.strategy == "lazy" and options.device == "cpu"
+    budget_of = partial(_budget, reading=reading, options=options, config=local_config(config, topology), dtype=dtype)
+    limit = memory_limit(options)
+    whole, (plan, budget) = plan, within(plan, limit, budget_of=budget_of, options=options, topology=topology)
+    keep_maps = reading.strategy == "lazy" and options.device == "cpu" and plan.stream is None
     read_plan = plan_reads(plan, window_nbytes=options.window_nbytes or budget.window_nbytes, keep_maps=keep_maps)
     read_plan = replace(read_plan, states=planned_states(read_plan, reading, checkpoint.states))
-    retie = config.tie_word_embeddings and not tied
+    retie = config.tie_word_embeddings and not tied and plan.stream is None
     return Prepared(
         options, checkpoint, config, dtype, plan.specs or specs, plan, budget, read_plan, retie, reading, kv_scales,
-        topology=topology, model=model,
+        topology=topology, model=model, whole=whole, budget_of=budget_of,
     )  # fmt: skip
 
 
-def _budget(plan: LoadPlan, reading: ReadChoice, options: LoadOptions, *, config: ModelConfig, dtype: DType) -> Budget:
-    """This rank's; `config` has the heads and layers that are its own."""
+def memory_limit(options: LoadOptions) -> int | None:
+    """Bytes that the load may take; None where nothing was said. Raises OptionError where "auto" cannot know."""
+    if options.memory != "auto":
+        return options.memory_nbytes
+    from streaming.available_memory import available_nbytes
+
+    found = available_nbytes()
+    if found is None:
+        raise OptionError("--memory auto: this system does not say how much memory is free; give a size")
+    return int(found * AUTO_SHARE)
+
+
+def within(
+    plan: LoadPlan,
+    limit: int | None,
+    *,
+    budget_of: Callable[[LoadPlan], Budget],
+    options: LoadOptions,
+    topology: Topology,
+    ring_nbytes: int | None = None,
+    experts_stay: bool = False,
+) -> tuple[LoadPlan, Budget]:
+    """The plan, with what does not fit into the limit streamed, and its budget; `ring_nbytes`: where there is a ring
+    already; `experts_stay`: they are in memory, all of them. Raises BudgetError where that is not possible either."""
+    budget = budget_of(plan)
+    if limit is None or budget.peak_nbytes + (ring_nbytes or 0) <= limit:
+        return plan, replace(budget, limit_nbytes=limit, ring_nbytes=ring_nbytes or 0)
+    from streaming.stream_budget import stream_within, why_not_streamed
+
+    if (why := why_not_streamed(options, topology)) is not None:
+        raise too_small(plan, replace(budget, limit_nbytes=limit), more=f"; {why}")
+    if not plan.experts and not experts_stay:
+        from streaming.expert_plan import is_of_experts, with_experts_apart
+
+        if any(is_of_experts(param) for layer in plan.layers for param in layer.spec.params):
+            plan = with_experts_apart(plan, options)
+    return stream_within(plan, limit_nbytes=limit, budget_of=budget_of, given_ring_nbytes=ring_nbytes)
+
+
+def budget_within(prepared: Prepared, limit: int, *, ring_nbytes: int | None) -> tuple[LoadPlan, Budget]:
+    """`within` another limit, for a model that is loaded, and may have a ring. Raises BudgetError."""
+    assert prepared.budget_of is not None
+    return within(
+        prepared.whole or prepared.plan, limit, budget_of=prepared.budget_of, options=prepared.options,
+        topology=prepared.topology, ring_nbytes=ring_nbytes,
+        experts_stay=prepared.budget.experts_nbytes == 0,
+    )  # fmt: skip
+
+
+def _budget(plan: LoadPlan, *, reading: ReadChoice, options: LoadOptions, config: ModelConfig, dtype: DType) -> Budget:
+    """This rank's, whatever the limit; `config` has the heads and layers that are its own."""
     tokens = options.max_model_len or min(DEFAULT_CACHE_TOKENS, config.max_position_embeddings)
     kept = options.kv_cache_dtype
     return make_budget(
@@ -145,7 +200,6 @@ def _budget(plan: LoadPlan, reading: ReadChoice, options: LoadOptions, *, config
         window_nbytes=options.window_nbytes,
         cache_nbytes=kv_cache_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=kept)
         + cache_room_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=kept),
-        limit_nbytes=options.memory_nbytes,
         packs=options.kernels == "fast",
         device=options.device,
     )

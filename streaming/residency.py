@@ -55,6 +55,7 @@ class Residency:
         self._events: dict[str, Any] = {}
         self._rows: dict[tuple[str, str], int] = {}
         self._leases = dict.fromkeys(layers, 0)
+        self._units: set[str] = set()  # streamed weights that are there
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._callbacks: list[Callable[[str, LayerState], None]] = []
@@ -80,6 +81,17 @@ class Residency:
         with self._changed:
             self._rows[layer, param] = rows
             self._changed.notify_all()
+
+    def publish_unit(self, layer: str, unit: str) -> None:
+        """A weight of the layer that is streamed has arrived: it is there until it is withdrawn."""
+        with self._changed:
+            self._units.add(unit)
+            self._changed.notify_all()
+
+    def withdraw_unit(self, unit: str) -> None:
+        """Its memory is used for another one."""
+        with self._changed:
+            self._units.discard(unit)
 
     def publish(self, layer: str, *, event: Any = None) -> None:
         """The whole layer is in its place. `event` is what a device's compute stream must wait for, if anything."""
@@ -167,6 +179,10 @@ class Residency:
         """Wait until the first `rows` rows of a parameter are there; they stay until the layer is evicted."""
         self._await(layer, lambda: self._rows.get((layer, param), 0) >= rows or self.is_ready(layer), stop)
         self._check(layer)
+
+    def lease_unit(self, layer: str, unit: str, *, stop: Callable[[], None]) -> None:
+        """Wait until a streamed weight is there; who asked for it keeps it from being withdrawn."""
+        self._await(layer, lambda: unit in self._units, stop)
 
     def note_through(self, rank: int) -> None:
         """The rank has computed all its layers once: what it sends from now on comes within a step."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from layers.architecture import EMBED_WEIGHT
 from layers.batch import Batch
 from layers.context import AwaitExperts, StepContext
 from layers.decoder import DecoderModel
@@ -24,8 +27,10 @@ from streaming.trace import Tracer
 
 if TYPE_CHECKING:
     from streaming.distributed import DistributedGroup, ProcessGroups
+    from streaming.expert_cache import ExpertCache
     from streaming.expert_loading import ExpertLoader
     from streaming.ranks.lead import Lead
+    from streaming.weight_stream import WeightStream
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,9 @@ class ModelRunner:
     topology: Topology = field(default_factory=Topology)
     process_groups: ProcessGroups | None = None
     lead: Lead | None = None
-    experts: ExpertLoader | None = None  # where they are loaded apart from their layers
+    experts: ExpertLoader | ExpertCache | None = None  # where they are loaded apart from their layers
+    foresight: Callable[[str, torch.Tensor], None] | None = None  # of the experts that the next layer will need
+    stream: WeightStream | None = None  # of weights that do not all fit into memory
     say_through: Callable[[], None] = lambda: None  # tells who receives from this rank, see streaming.ranks.first_pass
     layers: Sequence[str] = field(init=False)  # of this rank's stage
     at: str = ""  # the layer that is computed or waited for, or was last
@@ -73,6 +80,7 @@ class ModelRunner:
         self._first, stop = self.topology.layers_of_stage(len(self.model.layers))
         self.layers = [f"layers.{index}" for index in range(self._first, stop)]
         self._is_through = False
+        self.computing = threading.Lock()  # held for the length of a pass
         self._table_layer = "embed" if "embed" in self.residency.states() else "head"
 
     def forward(
@@ -91,6 +99,8 @@ class ModelRunner:
 
     def has_table(self) -> bool:
         """Whether the embedding table is there, or has to be waited for since no file has all of its rows."""
+        if self.rows.available and EMBED_WEIGHT not in self.device.stored:
+            return False  # weights are streamed, and the table is not kept for a few rows
         return not self.rows.available or self.residency.is_ready(self._table_layer)
 
     def run(
@@ -101,9 +111,8 @@ class ModelRunner:
         `table`: use the embedding table; else the tokens' rows are fetched from the file. `batch` may be empty where
         other ranks have sequences and this one has not.
         """
-        if self.experts is None or self.experts.is_done:
-            return self._run(batch, rows, stop, packed=packed, table=table)
-        with self.experts.computing():
+        late = self.experts is not None and not self.experts.is_done
+        with self.computing, self.experts.computing() if self.experts and late else nullcontext():
             return self._run(batch, rows, stop, packed=packed, table=table)
 
     def _run(
@@ -112,7 +121,8 @@ class ModelRunner:
         groups = Groups() if self.process_groups is None else self.process_groups.forward
         context = StepContext(
             self.kernels, packed, stop, lambda p, n: self._await_rows(p, n, stop), self.int8_activations, groups,
-            self._await_experts(stop),
+            self._await_experts(stop), weights=None if self.stream is None else self.stream.for_step(stop),
+            foresee_experts=self.foresight,
         )  # fmt: skip
         self._set_threads()
         self.at = "embed"

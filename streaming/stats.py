@@ -6,8 +6,12 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 from streaming.sizes import format_size
+
+if TYPE_CHECKING:
+    from streaming.weight_stream import WeightStream
 
 
 def process_start_s() -> float:
@@ -33,7 +37,10 @@ class Summary:
     was. `stages`: seconds of work by name: import, shell (the modules), read, slice, quantize, post-process (for a
     device, and packed copies), publish, forward; work at the same time counts for each. `quantize_s`: of the quantizing
     alone. `load_format`: what the files are; "dummy" where there are none. `read_strategy`: how they were read, and why
-    so.
+    so. Of the last generation: `passes`, steps of the model; `tokens_per_pass`, new tokens of all its answers for each;
+    `proposed_tokens` that speculation had checked, `accepted_tokens` of them that were right. `draft_bytes`: the share
+    of the draft model, counted in `peak_budget_bytes` and `limit_bytes`. `stream`: of weights that do not all fit into
+    memory, {} where they do (see stream_facts).
     """
 
     ttft_s: float | None = None
@@ -46,6 +53,10 @@ class Summary:
     forward_s: float | None = None
     decode_tok_s: float | None = None
     tokens_per_s: float | None = None
+    passes: int = 0
+    tokens_per_pass: float | None = None
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
     bytes_read: int = 0
     bytes_received: int = 0
     bytes_rows: int = 0
@@ -55,6 +66,7 @@ class Summary:
     peak_rss_mb: float = 0.0
     peak_budget_bytes: int = 0
     limit_bytes: int | None = None
+    draft_bytes: int = 0
     window_bytes: int = 0
     stalls: Mapping[str, float] = field(default_factory=dict)
     stages: Mapping[str, float] = field(default_factory=dict)
@@ -68,6 +80,7 @@ class Summary:
     text: str | None = None
     finish_reason: str | None = None
     warnings: tuple[str, ...] = ()
+    stream: Mapping[str, int | float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
         """For JSON: seconds to the millisecond's tenth, everything else as it is."""
@@ -102,10 +115,38 @@ def summary_lines(summary: Summary) -> list[str]:
               f"{format_size(summary.peak_budget_bytes)}, limit "
               f"{format_size(summary.limit_bytes) if summary.limit_bytes else 'none'}"),
     ]  # fmt: skip
+    if summary.stream:
+        lines.append(_fact("streamed", format_size(summary.stream["pass_bytes"]), _stream_words(summary.stream)))
     if summary.tokens_per_s is not None:
         rate = f"{summary.decode_tok_s:.1f} tok/s" if summary.decode_tok_s else "-"
         lines.append(_fact("decode", rate, f"{len(summary.token_ids)} tokens, ended by {summary.finish_reason}"))
+    if summary.proposed_tokens:
+        lines.append(_fact("speculation", f"{summary.tokens_per_pass:.2f}", f"tokens a pass; {summary.accepted_tokens} "
+                     f"of {summary.proposed_tokens} proposed tokens were right{_draft_words(summary)}"))  # fmt: skip
     return lines
+
+
+def _stream_words(stream: Mapping[str, int | float]) -> str:
+    return (
+        f"a pass: {stream['streamed_layers']} layers, through {format_size(stream['ring_bytes'])}; "
+        f"{stream['resident_layers']} stay ({stream['hit_rate']:.0%} of the bytes)"
+    )
+
+
+def stream_facts(stream: WeightStream) -> dict[str, int | float]:
+    """What of a model stays in memory and what is streamed, as it is now: layers that are there whole, others; bytes
+    that come anew in each pass, the share of all bytes that does not (`hit_rate`), bytes of the ring; and since the
+    load began: bytes that came through the ring, and those of them that no pass used."""
+    plan, counts = stream.plan, stream.counts
+    return {
+        "resident_layers": len(plan.layers(kept=True)), "streamed_layers": len(plan.layers(kept=False)),
+        "ring_bytes": plan.ring_nbytes, "pass_bytes": plan.pass_nbytes, "hit_rate": plan.hit_rate,
+        "streamed_bytes": counts.streamed_nbytes, "unused_bytes": counts.unused_nbytes,
+    }  # fmt: skip
+
+
+def _draft_words(summary: Summary) -> str:
+    return f"; {format_size(summary.draft_bytes)} for the draft model" if summary.draft_bytes else ""
 
 
 def _fact(name: str, value: str, more: str) -> str:

@@ -10,9 +10,9 @@ from streaming.clock import RunClock
 from streaming.commands.generate import make_progress, progress_hooks
 from streaming.commands.run_files import add_file_options, check_file_options, write_run_files
 from streaming.commands.sampling_options import add_sampling_options, sampling_params
+from streaming.draft_plan import prepare_with_draft
 from streaming.errors import OptionError
 from streaming.llm import LLM
-from streaming.prepare import prepare
 from streaming.stats import summary_lines
 
 
@@ -29,10 +29,11 @@ def run(options: argparse.Namespace) -> int:
         raise OptionError("chat has no --json: use generate --chat --json")
     clock, params = RunClock(), sampling_params(options)
     check_file_options(options)
-    prepared = prepare(options.model, cli.load_options(options))
+    prepared, draft = prepare_with_draft(options.model, cli.load_options(options), draft_model=options.draft_model)
     progress = make_progress(options, prepared)
     messages = [{"role": "system", "content": options.system}] if options.system else []
-    with LLM.start(prepared, clock=clock, hooks=progress_hooks(progress), leave=cli.leaver(options)) as llm:
+    hooks, leave = progress_hooks(progress), cli.leaver(options)
+    with LLM.start(prepared, clock=clock, hooks=hooks, leave=leave, draft=draft) as llm:
         progress.show_ranks(llm.rank_progress)
         progress.close()  # the prompt takes its place: both would write where the cursor stands
         if not llm.has_tokenizer:

@@ -13,6 +13,7 @@ from streaming.plan import LayerPlan
 from streaming.prepare import Prepared, prepare
 from streaming.rank_share import RankShare, expert_numbers
 from streaming.sizes import format_size, parse_size
+from streaming.stream_plan import StreamPlan
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -66,9 +67,10 @@ def plan_dict(prepared: Prepared, rates: list[int], ranks: Sequence[RankShare]) 
         "peak": {
             "weights": budget.kept_nbytes, "window": budget.window_nbytes, "conversion": budget.convert_nbytes,
             "kv_cache": budget.cache_nbytes, "packed": budget.packed_nbytes, "file": budget.file_nbytes,
-            "total": budget.peak_nbytes,
+            "ring": budget.ring_nbytes, "experts": budget.experts_nbytes, "total": budget.peak_nbytes,
         },
         "limit_bytes": budget.limit_nbytes,
+        "stream": _stream_dict(plan.stream),
         "ranks": [
             {"rank": one.rank, "bytes_read": one.read_nbytes, "bytes_kept": one.kept_nbytes, "experts": one.experts}
             for one in ranks
@@ -90,6 +92,33 @@ def _layer_dict(layer: LayerPlan) -> dict[str, object]:
         "name": layer.name, "items": len(layer.items), "bytes_read": layer.read_nbytes, "bytes_kept": layer.kept_nbytes,
         "files": sorted({item.tensor.file.name for item in layer.items}),
     }  # fmt: skip
+
+
+def _stream_dict(stream: StreamPlan | None) -> dict[str, object]:
+    """What stays and what is streamed; {} where everything stays."""
+    if stream is None:
+        return {}
+    return {
+        "resident_layers": stream.layers(kept=True), "streamed_layers": stream.layers(kept=False),
+        "pass_bytes": stream.pass_nbytes, "ring_bytes": stream.ring_nbytes, "hit_rate": round(stream.hit_rate, 4),
+        "experts_bytes": stream.experts_nbytes,
+    }  # fmt: skip
+
+
+def _stream_lines(stream: StreamPlan | None, rates: list[int]) -> Iterator[str]:
+    """The same for people."""
+    if stream is None:
+        return
+    streamed, resident = stream.layers(kept=False), stream.layers(kept=True)
+    if streamed:
+        times = ", ".join(f"{stream.pass_read_nbytes / rate:.2f} s at {format_size(rate)}/s" for rate in rates)
+        yield (
+            f"streamed: {len(streamed)} layers, {format_size(stream.pass_nbytes)} in each pass through "
+            f"{format_size(stream.ring_nbytes)}; {len(resident)} stay whole, {stream.hit_rate:.0%} of the bytes"
+        )
+        yield f"a pass not below {times}"
+    if stream.experts_nbytes:
+        yield f"experts: in {format_size(stream.experts_nbytes)}, as tokens are routed to them"
 
 
 def _cache_words(prepared: Prepared) -> str:
@@ -114,7 +143,9 @@ def plan_lines(prepared: Prepared, rates: list[int], ranks: Sequence[RankShare])
         f"{format_size(budget.window_nbytes)}, conversion {format_size(budget.convert_nbytes)}, KV cache "
         f"{format_size(budget.cache_nbytes)}{_cache_words(prepared)}"
         f"{f', packed copies {format_size(budget.packed_nbytes)}' if budget.packed_nbytes else ''}"
-        f"{f', held by the reader {format_size(budget.file_nbytes)}' if budget.file_nbytes else ''}; limit "
+        f"{f', held by the reader {format_size(budget.file_nbytes)}' if budget.file_nbytes else ''}"
+        f"{f', ring {format_size(budget.ring_nbytes)}' if budget.ring_nbytes else ''}"
+        f"{f', experts {format_size(budget.experts_nbytes)}' if budget.experts_nbytes else ''}; limit "
         f"{format_size(budget.limit_nbytes) if budget.limit_nbytes else 'none'}"
     )
     times = ", ".join(f"{plan.soonest_nbytes / rate:.2f} s at {format_size(rate)}/s" for rate in rates)
@@ -126,7 +157,11 @@ def plan_lines(prepared: Prepared, rates: list[int], ranks: Sequence[RankShare])
     reading = f"read with {prepared.reading.strategy}: {prepared.reading.reason}"
     unused = (f"not used, {format_size(nbytes)}: {reason}" for reason, nbytes in plan.unused.items())
     soonest = f"first token not before {times} (bytes read over bandwidth{', without experts' if plan.experts else ''})"
-    return [title, *_mesh_lines(prepared), head, *rows, total, *unused, peak, reading, soonest, *_rank_lines(ranks)]
+    streamed = _stream_lines(plan.stream, rates)
+    return [
+        title, *_mesh_lines(prepared), head, *rows, total, *unused, peak, *streamed, reading, soonest,
+        *_rank_lines(ranks),
+    ]  # fmt: skip
 
 
 def _mesh_lines(prepared: Prepared) -> Iterator[str]:

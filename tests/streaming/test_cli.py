@@ -85,7 +85,7 @@ MISTAKES = {
     "a number that is none": (("generate", "{model}", "--ids", IDS, "--max-tokens", "many"), 2, "--max-tokens"),
     "no tokens": (("generate", "{model}", "--ids", IDS, "--max-tokens", "0"), 2, "max_tokens is 0"),
     "a temperature below zero": (("generate", "{model}", "--ids", IDS, "--temperature", "-1"), 2, "temperature"),
-    "no prompt": (("generate", "{model}"), 2, "--prompt TEXT, --prompt-file FILE or --ids 1,2,3"),
+    "no prompt": (("generate", "{model}"), 2, "--prompt TEXT, --prompt-file FILE, --ids 1,2,3 or --prompts FILE"),
     "ids that are none": (("generate", "{model}", "--ids", "1,two"), 2, "--ids '1,two'"),
     "an id beyond the vocabulary": (("generate", "{model}", "--ids", "1,160"), 2, "token id 160"),
     "a chat of ids": (("generate", "{model}", "--ids", IDS, "--chat"), 2, "--chat takes text"),

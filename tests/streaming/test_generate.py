@@ -13,7 +13,7 @@ import torch
 
 from examples.write_tiny_model import TinyModel
 from layers.sampling_params import SamplingParams
-from streaming import LLM, BudgetError, OptionError
+from streaming import LLM, OptionError
 from tests.streaming.waiting import SOON_S, in_background
 
 PROMPTS = [[5, 9, 2, 7], [1], [33, 8, 120, 64, 3, 90, 11, 12, 13]]
@@ -215,24 +215,6 @@ def test_an_answer_in_text_without_a_tokenizer_is_not_an_empty_one(llm: LLM) -> 
         list(llm.generate([1, 2], SamplingParams(max_tokens=2)))
 
 
-def test_a_cache_beyond_the_memory_that_was_granted_is_refused_with_both_numbers(float32_folder: Path) -> None:
-    """Two prompts of 512 tokens: 2 x 3 layers x 2 x 2 heads x 512 x 16 x 4 bytes of cache; one was planned for."""
-    from streaming.options import LoadOptions
-    from streaming.prepare import prepare
-
-    limit = prepare(str(float32_folder), LoadOptions()).budget.peak_nbytes
-    with LLM(float32_folder, memory=limit) as llm:
-        params = SamplingParams(max_tokens=1000, ignore_eos=True)
-        assert len(llm.complete([[5] * 500], params)[0].token_ids) == 12
-        with pytest.raises(
-            BudgetError, match=r"^--memory .* is too small for a cache of 512 tokens: .* are needed"
-        ) as caught:
-            llm.complete([[5] * 500] * 2, params)
-        assert "ask for fewer tokens or prompts" in str(caught.value)
-        assert len(llm.complete([[5] * 500], params)[0].token_ids) == 12
-        assert llm.stats().peak_budget_bytes <= limit
-
-
 # --- two askers -----------------------------------------------------------------------------------------------------
 
 
@@ -325,6 +307,17 @@ def test_a_stop_string_over_several_tokens_is_never_printed(demo: LLM) -> None:
     stop = whole[4:11]
     params = SamplingParams(max_tokens=16, ignore_eos=True, stop=(stop,))
     assert "".join(demo.generate(TEXTS[1], params)) == whole[: whole.index(stop)]
+
+
+@pytest.mark.parametrize("stop", [(), ("7",), (", 8",), ("never said at all",)])
+def test_guessed_tokens_change_neither_the_text_nor_where_it_stops(stop: tuple[str, ...], demo: LLM) -> None:
+    def pieces(speculate: int) -> list[str]:
+        return list(demo.generate(TEXTS[1], SamplingParams(max_tokens=24, stop=stop, speculate=speculate)))
+
+    plain = pieces(0)
+    assert pieces(5) == plain
+    assert demo.completions[-1].text == demo.completions[-2].text == "".join(plain)
+    assert demo.completions[-1].finish_reason == demo.completions[-2].finish_reason
 
 
 def test_ids_in_and_text_out_where_there_is_a_tokenizer(demo: LLM) -> None:

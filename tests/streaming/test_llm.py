@@ -106,8 +106,11 @@ def test_options_that_the_memory_just_allows_are_kept_to(four_layers: Path) -> N
     with LLM(four_layers, memory=budget.peak_nbytes) as llm:
         llm.complete([IDS], SamplingParams(max_tokens=3))
         assert llm.stats().peak_budget_bytes <= budget.peak_nbytes
-    with pytest.raises(BudgetError, match="too small"):
-        LLM(four_layers, memory=budget.peak_nbytes - 1)
+    with LLM(four_layers, memory=budget.peak_nbytes - 1) as llm:  # a byte less, and something is streamed
+        assert llm.stats().stream
+        assert llm.stats().peak_budget_bytes < budget.peak_nbytes
+    with pytest.raises(BudgetError, match="too small even to stream"):
+        LLM(four_layers, memory=1000)
 
 
 # --- accounts -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from layers.sampling_params import SamplingParams
 from quant.device_features import DeviceFeatures
-from streaming import LLM, StreamClosedError
+from streaming import LLM, StreamClosedError, cli
 from streaming.errors import LayerLoadError, OptionError
 from streaming.expert_plan import with_experts_apart
 from streaming.item_bytes import ItemBytes
@@ -160,6 +160,21 @@ def test_every_rank_loads_the_experts_that_its_tokens_need(mesh: dict[str, Any],
         again = ranked.logits(IDS)
     assert torch.equal(found, expected)
     assert torch.equal(again, expected)
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8_per_tensor", "int4_per_group", "nvfp4"])
+def test_shards_that_hold_all_experts_as_one_are_read_expert_by_expert(
+    scheme: str, folder: Folder, tmp_path: Path
+) -> None:
+    with LLM(folder("qwen3_moe"), quantization=scheme, reader="threads") as llm:
+        expected = llm.logits(IDS)
+    out = ["--out", str(tmp_path / "saved"), "--quiet", "--reader", "threads"]
+    assert cli.run(["save-shards", str(folder("qwen3_moe")), *out, "--quantization", scheme]) == 0
+    assert_same(tmp_path / "saved")
+    assert torch.equal(loaded(tmp_path / "saved", moe_load="routed_first")[0], expected)
+    plan = prepare(str(tmp_path / "saved"), LoadOptions(moe_load="routed_first")).plan
+    assert [len(one.units) for one in plan.experts] == [7, 7]
+    assert all(item.direct for one in plan.experts for item in one.plan.items)
 
 
 # --- what is read when
@@ -324,9 +339,7 @@ def test_what_cannot_be_loaded_by_experts_is_refused_in_words(folder: Folder) ->
         ("--remote-cache, which fetches whole files", {"remote_cache": "copies"}),
     ):
         with pytest.raises(OptionError, match=f"--moe-load routed_first does not go with {words}"):
-            with_experts_apart(plan, LoadOptions(moe_load="routed_first", **options), saved=False)
-    with pytest.raises(OptionError, match="--moe-load routed_first does not go with saved shards"):
-        with_experts_apart(plan, LoadOptions(moe_load="routed_first"), saved=True)
+            with_experts_apart(plan, LoadOptions(moe_load="routed_first", **options))
     torn = LoadOptions(moe_load="routed_first", tensor_parallel_size=2, quantization="fp8_per_tensor")
     with pytest.raises(OptionError, match=r"agree on scales .*--enable-expert-parallel keeps each expert on one rank"):
         prepare(str(folder("qwen3_moe")), torn)

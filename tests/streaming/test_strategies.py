@@ -133,7 +133,7 @@ def test_memory_that_cannot_be_had_leaves_no_map_open(aligned: Path, monkeypatch
     def none_left(*_: object) -> None:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr("streaming.device.arena_tensors", none_left)
+    monkeypatch.setattr("streaming.device.Arena", none_left)
     with nothing_left(), pytest.raises(MemoryError):
         LLM(aligned, safetensors_load_strategy="lazy")
 

@@ -12,9 +12,9 @@ import torch
 from layers.kv_cache import KVCache
 from layers.sampling_params import SamplingParams
 from quant.dtypes import DType
+from streaming.answers import Request
 from streaming.errors import WorkerError
 from streaming.evaluate import prompt_logits
-from streaming.generate import Request
 from streaming.hooks import Hooks
 from streaming.options import LoadOptions
 from streaming.prepare import prepare

@@ -20,9 +20,9 @@ from unittest.mock import patch
 import torch
 
 from layers.sampling_params import SamplingParams
+from streaming.answers import Completion, Request
 from streaming.clock import RunClock
 from streaming.evaluate import prompt_logits
-from streaming.generate import Completion, Request
 from streaming.hooks import Hooks
 from streaming.model import StreamedModel
 from streaming.model_run import run_model

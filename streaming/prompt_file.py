@@ -1,0 +1,101 @@
+"""Prompts from a file: one a line of text, or JSON Lines. [no-torch]"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from streaming.errors import OptionError
+from streaming.prompt import Prompt
+
+_FIELDS = ("prompt", "ids", "max_tokens")
+_MOST_NBYTES = 256 << 20  # beyond it the file is not what it is taken for
+_SHOWN = 60  # characters of what was found
+
+
+@dataclass(frozen=True)
+class FilePrompt:
+    """One line's. `max_tokens` is None where it says nothing."""
+
+    prompt: Prompt
+    max_tokens: int | None = None
+
+
+def read_prompt_file(path: Path) -> list[FilePrompt]:
+    """The prompts of a `.txt` file, one a line, or of a `.jsonl` file, {"prompt": "..."} or {"ids": [...]} a line,
+    each perhaps with its own "max_tokens". Empty lines at the end do not count.
+
+    Raises OptionError with file, line and what was found.
+    """
+    if path.suffix not in (".txt", ".jsonl"):
+        raise OptionError(f"--prompts {path}: a .txt or .jsonl file is needed, and its name ends with {path.suffix!r}")
+    parse = _of_json if path.suffix == ".jsonl" else FilePrompt
+    prompts = []
+    for number, line in _lines(path):
+        try:
+            prompts.append(parse(line))
+        except ValueError as error:
+            raise OptionError(f"--prompts {path}, line {number}: {error}") from None
+    if not prompts:
+        raise OptionError(f"--prompts {path}: the file is empty")
+    return prompts
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Numbers and text."""
+    with path.open("rb") as file:
+        data = file.read(_MOST_NBYTES + 1)
+    if len(data) > _MOST_NBYTES:
+        raise OptionError(f"--prompts {path}: more than {_MOST_NBYTES >> 20} MiB are no list of prompts")
+    lines = data.removeprefix(b"\xef\xbb\xbf").rstrip().split(b"\n")
+    for number, line in enumerate(lines if lines != [b""] else (), start=1):
+        try:
+            text = line.decode("utf-8").removesuffix("\r")
+        except UnicodeDecodeError as error:
+            raise OptionError(f"--prompts {path}, line {number}: is not UTF-8 text ({error.reason})") from None
+        if not text.strip():
+            raise OptionError(f"--prompts {path}, line {number}: is empty, and a prompt is needed on every line")
+        yield number, text
+
+
+def _of_json(line: str) -> FilePrompt:
+    """Raises ValueError for what is no prompt."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is no JSON ({error}): {_short(line)}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f'an object such as {{"prompt": "..."}} is needed, found {_short(line)}')
+    if unknown := [name for name in value if name not in _FIELDS]:
+        raise ValueError(f"{unknown[0]!r} is not one of {', '.join(_FIELDS)}")
+    if ("prompt" in value) == ("ids" in value):
+        raise ValueError(f"one of prompt and ids is needed, found {_short(line)}")
+    return FilePrompt(_prompt(value), _max_tokens(value.get("max_tokens")))
+
+
+def _prompt(value: dict[str, object]) -> Prompt:
+    if "prompt" in value:
+        text = value["prompt"]
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"prompt is {_short(repr(text))}: a text that is not empty is needed")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise ValueError(f"prompt holds half a character: {_short(repr(text))}")
+        return text
+    ids = value["ids"]
+    if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
+        raise ValueError(f"ids is {_short(repr(ids))}: a list of token ids is needed, such as [1, 2, 3]")
+    return ids
+
+
+def _max_tokens(value: object) -> int | None:
+    if value is None:
+        return None
+    if type(value) is not int or not 1 <= value < 1 << 31:
+        raise ValueError(f"max_tokens is {_short(repr(value))}: a whole number of at least 1 is needed")
+    return value
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,0 +1,120 @@
+"""What stays in memory and what is streamed, for a limit that the whole model does not fit into. Pure. [no-torch]
+
+The limit is shared out in this order: what every pass needs whatever it is (norms, routers and the like, the KV cache,
+the window and what conversion holds), the ring and the fewest experts that a step can be computed with, weights that
+stay, and what is left for more experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from layers.topology import Topology
+from streaming.budget import Budget
+from streaming.errors import BudgetError
+from streaming.load_plan import LoadPlan
+from streaming.options import LoadOptions
+from streaming.read_strategy import BACK_ENDS
+from streaming.sizes import format_size
+from streaming.stream_plan import StreamPlan, Unit, choose_kept, ring_nbytes, units_of, without_units
+
+BudgetOf = Callable[[LoadPlan], Budget]  # without a limit
+
+
+def why_not_streamed(options: LoadOptions, topology: Topology) -> str | None:
+    """Why nothing can be streamed in this load, in words; None where it can."""
+    if options.device != "cpu":
+        return f"weights are streamed on the CPU only, not on {options.device}"
+    if not topology.is_single:
+        return "weights are streamed on one rank only"
+    if options.kernels == "fast":
+        return "--kernels fast keeps packed copies of all weights"
+    if options.load_format in BACK_ENDS:
+        return f"--load-format {options.load_format} reads in its package's own order"
+    if options.safetensors_load_strategy == "eager":
+        return "--safetensors-load-strategy eager reads whole files"
+    return "--remote-cache fetches whole files" if options.remote_cache is not None else None
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a model needs of the memory when it is streamed, beside the weights that stay: the units there are, bytes
+    that are needed whatever is streamed, and those of the fewest experts that a step can be computed with."""
+
+    units: tuple[Unit, ...]
+    has_table: bool
+    fixed_nbytes: int
+    experts_nbytes: int
+
+    @property
+    def largest_nbytes(self) -> int:
+        """Bytes of the largest unit: the smallest ring."""
+        return max((unit.nbytes for unit in self.units), default=0)
+
+    @property
+    def least_nbytes(self) -> int:
+        """The least memory that the model can be streamed in."""
+        return self.fixed_nbytes + self.experts_nbytes + self.largest_nbytes
+
+
+def needs_of(plan: LoadPlan, budget_of: BudgetOf) -> Needs:
+    """The needs of a plan in which everything stays, but for experts that are apart."""
+    has_table = _keeps_table(plan)
+    units = units_of(plan, has_table=has_table)
+    whole = StreamPlan(units, frozenset(unit.name for unit in units), 0, has_table)
+    weights = sum(spec.nbytes for unit in units for spec in unit.storage.values())
+    fixed = budget_of(without_units(plan, whole)).peak_nbytes - weights
+    return Needs(units, has_table, fixed, _least_experts_nbytes(plan))
+
+
+def stream_within(
+    plan: LoadPlan, *, limit_nbytes: int, budget_of: BudgetOf, given_ring_nbytes: int | None = None
+) -> tuple[LoadPlan, Budget]:
+    """The same model, with what does not fit into the limit streamed; and its budget.
+
+    `given_ring_nbytes`: of a ring that is there already. Raises BudgetError with what is needed at the least.
+    """
+    needs = needs_of(plan, budget_of)
+    room = limit_nbytes - needs.fixed_nbytes - needs.experts_nbytes
+    ring, kept = _shared_out(needs.units, room, given_ring_nbytes)
+    if ring > room:
+        stay = needs.least_nbytes - needs.largest_nbytes
+        raise BudgetError(
+            f"--memory {format_size(limit_nbytes)} is too small even to stream the weights: "
+            f"{format_size(stay + (given_ring_nbytes or needs.largest_nbytes))} are needed "
+            f"({format_size(needs.largest_nbytes)} for the largest of them, {format_size(stay)} for what has to stay); "
+            "try a smaller --max-model-len, or --quantization"
+        )
+    left = room - ring - sum(unit.nbytes for unit in needs.units if unit.name in kept)
+    experts = needs.experts_nbytes + _for_experts(plan, left) if plan.experts else 0
+    found = without_units(plan, StreamPlan(needs.units, kept, ring, needs.has_table, experts))
+    return found, replace(budget_of(found), limit_nbytes=limit_nbytes)
+
+
+def _shared_out(units: tuple[Unit, ...], room: int, given_ring: int | None) -> tuple[int, frozenset[str]]:
+    """Bytes of the ring, and the units that stay, in so much room."""
+    if sum(unit.nbytes for unit in units) + (given_ring or 0) <= room:
+        return given_ring or 0, frozenset(unit.name for unit in units)
+    ring = ring_nbytes(units, room_nbytes=room) if given_ring is None else given_ring
+    return ring, choose_kept(units, room_nbytes=max(0, room - ring))
+
+
+def _keeps_table(plan: LoadPlan) -> bool:
+    """Whether the embedding table has to be in memory: its rows cannot be fetched on their own. (As a head it is not
+    looked up.)"""
+    return plan.table is None or plan.table.strides is not None
+
+
+def _least_experts_nbytes(plan: LoadPlan) -> int:
+    if not plan.experts:
+        return 0
+    from streaming.expert_plan import least_expert_nbytes
+
+    return least_expert_nbytes(plan)
+
+
+def _for_experts(plan: LoadPlan, left_nbytes: int) -> int:
+    """What more experts can take, beside the fewest."""
+    total = sum(one.plan.kept_nbytes for one in plan.experts)
+    return max(0, min(left_nbytes, total - _least_experts_nbytes(plan)))

@@ -1,0 +1,210 @@
+"""How one unit of the streamed weights (streaming.stream_plan) comes into memory, whatever memory that is.
+
+A unit whose stored form lies in the files is read to its place. Another is made of its items once, as any load makes
+it; its stored form is written to the cache on disk then and read from there ever after, so that nothing is quantized
+twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from layers.parallel import SingleGroup
+from layers.topology import Topology
+from layers.weights import LayerSpec
+from quant.scheme import StoredSpec
+from streaming.accounts import Accounts
+from streaming.device import Device, view_of
+from streaming.errors import LayerLoadError, StreamClosedError
+from streaming.item_bytes import ItemBytes
+from streaming.item_storing import ItemStoring, item_failure, wide_numbers
+from streaming.item_words import log_item
+from streaming.load_plan import LoadItem
+from streaming.residency import Residency
+from streaming.ring import ALIGNMENT
+from streaming.stages import item_views
+from streaming.stream_plan import Unit
+from streaming.trace import Tracer
+from streaming.weight_checks import WeightChecks
+
+logger = logging.getLogger(__name__)
+Stored = Mapping[str, torch.Tensor]
+
+
+class StoredForms(Protocol):
+    """Where stored forms are kept once they have been made (streaming.stored_cache)."""
+
+    def load(self, unit: str, into: Stored) -> bool:
+        """Fill the tensors; False where the unit is not there, or not what was written."""
+        ...
+
+    def put(self, unit: str, tensors: Stored) -> None:
+        """Keep the unit; nothing where it cannot be."""
+        ...
+
+    def drop_behind(self, unit: str) -> None:
+        """Tell the system that the unit's bytes are not worth keeping in its page cache."""
+        ...
+
+    def close(self) -> None:
+        """Give back what was opened."""
+        ...
+
+
+@dataclass(eq=False)
+class UnitLoading:
+    """Loads units of one model, from any thread. `drop_behind`: what is read is not worth keeping in the page cache,
+    since more is read before it is read again than the page cache holds."""
+
+    items: ItemBytes
+    device: Device
+    residency: Residency
+    tracer: Tracer
+    checks: WeightChecks
+    warn: Callable[[str], None]
+    check_weights: bool = False
+    drop_behind: bool = False
+    forms: StoredForms | None = None
+    topology: Topology = field(default_factory=Topology)
+
+    def __post_init__(self) -> None:
+        self._noting = threading.Lock()  # of accounts and checks, which know no threads
+        self._accounts: dict[str, Accounts] = {}  # of units that come for the first time
+        self._seen: set[str] = set()  # units that have come whole
+        self._kept: set[str] = set()  # and of which the stored form is on disk
+
+    def begin(self, unit: Unit) -> None:
+        """The unit is about to be loaded, from its first item on: what an earlier load had of it was given up."""
+        with self._noting:
+            self._accounts.pop(unit.name, None)
+
+    def load(self, unit: Unit, items: Sequence[LoadItem], tensors: Stored) -> None:
+        """Bring some items of a unit, or all that it is made of, into its tensors.
+
+        Raises LayerLoadError (layer, stage, tensor), StreamClosedError.
+        """
+        if unit.is_straight:
+            for item in items:
+                self._read(unit, item, tensors)
+        elif not self._read_kept(unit, tensors):
+            self._make(unit, items, tensors)
+
+    def settle(self, unit: Unit, tensors: Stored) -> None:
+        """The unit is whole: what is wrong with its numbers is said the first time. Raises LayerLoadError."""
+        with self._noting:
+            if unit.name in self._seen:
+                return
+            self._seen.add(unit.name)
+            for item in unit.items if unit.is_straight else ():
+                self.checks.add(item, *item_views(item, tensors).values())
+            if (accounts := self._accounts.pop(unit.name, None)) is not None:
+                accounts.check()
+            self.checks.settle(strict=self.check_weights, warn=self.warn)
+
+    def keep(self, unit: Unit, tensors: Stored) -> None:
+        """Write the stored form of a unit to the cache, if that is worth while and it is not there."""
+        if self.forms is None or not unit.is_worth_keeping or unit.name in self._kept:
+            return
+        begin_s = time.monotonic()
+        self.forms.put(unit.name, tensors)
+        self._kept.add(unit.name)
+        self.tracer.add("keep", unit.name, start_s=begin_s, end_s=time.monotonic(), layer=unit.layer)
+
+    def cancel(self) -> None:
+        """Make whoever reads in another thread leave soon."""
+        self.items.cancel()
+
+    def close(self) -> None:
+        """Give back what was opened."""
+        self.items.close()
+        if self.forms is not None:
+            self.forms.close()
+        self.warn = logger.warning  # what it was may refer to the model, whose memory goes with its last user
+
+    # --- one unit
+
+    def _read(self, unit: Unit, item: LoadItem, tensors: Stored) -> None:
+        (view,) = item_views(item, tensors).values()
+        if unit.name not in self._seen:
+            log_item(item, topology=self.topology)
+        with self._stage(item, "read", nbytes=item.read_nbytes):
+            self.items.read(item, view)
+            self._let_go(item)
+        if unit.name not in self._seen:
+            self._note(unit, item)
+
+    def _read_kept(self, unit: Unit, tensors: Stored) -> bool:
+        if self.forms is None or not unit.is_worth_keeping:
+            return False
+        self.residency.mark(unit.layer, "read")
+        begin_s = time.monotonic()
+        if not self.forms.load(unit.name, tensors):
+            self._kept.discard(unit.name)
+            return False
+        self._kept.add(unit.name)
+        if self.drop_behind:
+            self.forms.drop_behind(unit.name)
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        self.tracer.add("read", unit.name, start_s=begin_s, end_s=time.monotonic(), layer=unit.layer,
+                        args={"nbytes": nbytes})  # fmt: skip
+        return True
+
+    def _make(self, unit: Unit, items: Sequence[LoadItem], tensors: Stored) -> None:
+        storing = ItemStoring(SingleGroup().maximum)
+        for item in items:
+            if unit.name not in self._seen:
+                log_item(item, topology=self.topology)
+            with self._stage(item, "read", nbytes=item.read_nbytes):
+                raw = self.items.read(item)
+                self._let_go(item)
+            with self._stage(item, "slice"):
+                wide = wide_numbers(item, raw, self.device, tensors)
+            if unit.name not in self._seen:
+                self._note(unit, item)
+                with self._noting:
+                    self.checks.add(item, wide)
+            with self._stage(item, "quantize"):
+                storing.store(item, wide, tensors)
+
+    def _let_go(self, item: LoadItem) -> None:
+        if self.drop_behind:
+            self.items.drop_behind(item)
+
+    def _note(self, unit: Unit, item: LoadItem) -> None:
+        with self._noting:
+            accounts = self._accounts.get(unit.name)
+            if accounts is None:
+                accounts = self._accounts[unit.name] = Accounts([LayerSpec(unit.layer, (unit.param,))])
+            accounts.note(item)
+
+    @contextmanager
+    def _stage(self, item: LoadItem, stage: str, **args: int) -> Iterator[None]:
+        """A span of the trace, and the stage's name on whatever fails."""
+        self.residency.mark(item.layer, stage)
+        begin_s = time.monotonic()
+        try:
+            yield
+        except (LayerLoadError, StreamClosedError):
+            raise
+        except Exception as error:
+            raise item_failure(item, stage, error) from error
+        self.tracer.add(
+            stage, item.tensor.name, start_s=begin_s, end_s=time.monotonic(), layer=item.layer, args=args
+        )  # fmt: skip
+
+
+def stored_views(memory: torch.Tensor, storage: Mapping[str, StoredSpec]) -> dict[str, torch.Tensor]:
+    """Tensors of these specs in memory, one behind the other at aligned addresses."""
+    found, offset = {}, 0
+    for name, spec in storage.items():
+        found[name] = view_of(memory, offset, spec)
+        offset += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+    return found

@@ -1,0 +1,379 @@
+"""Weights that do not all fit: some stay, the others pass through a ring of memory, round and round.
+
+The forward thread leases a unit (streaming.stream_plan) for the length of one product; it waits in the residency table,
+as for a layer. A few threads bring the units in the order of use, from one pass to the next: when a pass has used its
+last one, the first of the next pass are there already.
+
+Why it cannot deadlock: room is given in the order of use, units are given back as they are used, and a unit that is
+wanted now but is not on its way (a pass was cancelled, or which weights stay has changed) makes the threads give up
+what they hold ahead and begin anew there. So the unit that is waited for never waits for one behind it; and any unit
+fits into an empty ring.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from streaming.device import own_memory
+from streaming.errors import StreamClosedError
+from streaming.load_plan import LoadItem
+from streaming.residency import Residency
+from streaming.ring import Ring
+from streaming.stream_plan import MAKING_THREADS, StreamPlan, Unit
+from streaming.unit_loading import Stored, UnitLoading, stored_views
+
+READING_THREADS = 2  # of those that bring units: more fill no disk better, and take a core from the products
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A unit that is there or on its way. `todo`: its items nobody has taken; `left`: those that are not there yet."""
+
+    unit: Unit
+    tensors: Stored
+    offset: int | None  # in the ring; None: memory of its own, which it keeps
+    todo: deque[tuple[LoadItem, ...]]
+    left: int
+    users: int = 0  # the forward thread, and whoever writes it to the stored cache
+    is_dropped: bool = False
+
+
+@dataclass
+class StreamCounts:
+    """What the stream has done so far: units that the forward pass found in memory that they keep (`kept`) and those
+    that came through the ring (`streamed`), their bytes, and bytes that came and were not used."""
+
+    kept: int = 0
+    streamed: int = 0
+    streamed_nbytes: int = 0
+    unused_nbytes: int = 0
+
+
+@dataclass(eq=False)
+class WeightStream:
+    """The units of one model. `lease` and `lease_rows` are the forward thread's; threads start with `start`.
+
+    Units that the pipeline loads are in the modules themselves; `forget` gives such a parameter's memory back.
+    """
+
+    plan: StreamPlan
+    loading: UnitLoading
+    residency: Residency
+    forget: Callable[[str], None]
+    counts: StreamCounts = field(default_factory=StreamCounts)
+
+    def __post_init__(self) -> None:
+        self.units = self.plan.units
+        self._index = {unit.name: index for index, unit in enumerate(self.units)}
+        self._of_param = {(unit.param.name, unit.first): unit for unit in self.units}
+        self._loaded = set(self.plan.loaded)
+        self._memory = own_memory(self.plan.ring_nbytes)
+        self._ring = Ring(self.plan.ring_nbytes)
+        self._live: dict[str, _Entry] = {}  # in the ring, or on its way: in the order in which they were begun
+        self._own: dict[str, _Entry] = {}  # those that have come to stay
+        self._next = self._making = 0
+        self._users: dict[str, int] = {}  # of units that the modules have
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._stopped = False
+
+    # --- the forward's side
+
+    def for_step(self, stop: Callable[[], None]) -> StepWeights:
+        """The stream as one step of the forward pass is given it; `stop` raises to cancel."""
+        return StepWeights(self, stop)
+
+    @contextmanager
+    def lease(self, param: str, *, stop: Callable[[], None]) -> Iterator[Stored | None]:
+        """The stored tensors of a parameter for the length of the block; None where the module has them.
+
+        Raises what ended the stream, and what `stop` raises.
+        """
+        with self._leased(self._of_param.get((param, 0)), stop) as stored:
+            yield stored
+
+    @contextmanager
+    def lease_rows(self, param: str, start: int, *, stop: Callable[[], None]) -> Iterator[Stored | None]:
+        """The same for the unit of the head that begins with row `start`."""
+        with self._leased(self._of_param.get((param, start)), stop) as stored:
+            yield stored
+
+    @contextmanager
+    def _leased(self, unit: Unit | None, stop: Callable[[], None]) -> Iterator[Stored | None]:
+        if unit is None:
+            yield None
+            return
+        entry = self._claim(unit)
+        try:
+            if entry is not None:
+                self.residency.lease_unit(unit.layer, unit.name, stop=stop)
+            yield None if entry is None else entry.tensors
+        finally:
+            self._release(unit, entry)
+
+    def _claim(self, unit: Unit) -> _Entry | None:
+        with self._changed:
+            if unit.name in self._loaded:
+                self._users[unit.name] = self._users.get(unit.name, 0) + 1
+                self.counts.kept += 1
+                return None
+            entry = self._own.get(unit.name) or self._sought(unit)
+            entry.users += 1
+            if entry.offset is None:
+                self.counts.kept += 1
+            else:
+                self.counts.streamed += 1
+                self.counts.streamed_nbytes += unit.nbytes
+            self._changed.notify_all()
+            return entry
+
+    def _sought(self, unit: Unit) -> _Entry:
+        """The unit on its way. What was begun before it is given up: it was passed over, and no pass comes back to it.
+        Where the unit is not on its way all is given up, and begun anew with it."""
+        while True:
+            self._raise_if_ended()
+            entry = self._live.get(unit.name)
+            wanted = entry is not None and not entry.is_dropped
+            for other in list(self._live.values()):
+                if wanted and other is entry:
+                    break
+                self._drop(other)
+            if entry is not None and wanted:
+                return entry
+            self._next = self._index[unit.name]
+            if not self._begin():
+                self._changed.wait()
+
+    def _drop(self, entry: _Entry) -> None:
+        if entry.users or entry.offset is None or entry.is_dropped:
+            return
+        entry.left -= len(entry.todo)
+        entry.todo.clear()
+        entry.is_dropped = True
+        self.counts.unused_nbytes += entry.unit.nbytes
+        self._free_dropped(entry)
+
+    def _free_dropped(self, entry: _Entry) -> None:
+        """Give a dropped unit's memory back, once nobody writes to it any more."""
+        if entry.left == 0 and not entry.users and self._live.get(entry.unit.name) is entry:
+            self._free(entry)
+
+    def _free(self, entry: _Entry) -> None:
+        assert entry.offset is not None
+        self.residency.withdraw_unit(entry.unit.name)
+        del self._live[entry.unit.name]
+        self._ring.free(entry.offset)
+        self._changed.notify_all()
+
+    def _release(self, unit: Unit, entry: _Entry | None) -> None:
+        with self._changed:
+            if entry is None:
+                self._users[unit.name] -= 1
+            else:
+                entry.users -= 1
+                if not entry.users and entry.offset is not None:
+                    entry.is_dropped = True
+                    entry.left -= len(entry.todo)  # where the wait for it was given up
+                    entry.todo.clear()
+                    self._free_dropped(entry)
+            self._changed.notify_all()
+
+    # --- who stays
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of the ring and of all units that stay, whether they are there or on their way."""
+        with self._changed:
+            return self._held()
+
+    def _held(self) -> int:
+        coming = [entry.unit for entry in self._live.values() if entry.offset is None]
+        here = [unit for unit in self.units if unit.name in self._loaded or unit.name in self._own]
+        return self.plan.ring_nbytes + sum(unit.nbytes for unit in (*coming, *here))
+
+    def change(self, plan: StreamPlan) -> None:
+        """From now on the units stay that this plan keeps. Others give their memory back before this returns (one that
+        is used right now behind its product); new ones stay when they come by in the next pass. There is one ring for
+        good: its size is the plan's where there was none."""
+        with self._changed:
+            if not self.plan.ring_nbytes:
+                self._memory, self._ring = own_memory(plan.ring_nbytes), Ring(plan.ring_nbytes)
+            self.plan = plan if not self.plan.ring_nbytes else replace(plan, ring_nbytes=self.plan.ring_nbytes)
+            going = [unit for unit in self.units if unit.name not in plan.kept]
+            self._changed.wait_for(lambda: self._stopped or all(self._evict(unit) for unit in going))
+            self._raise_if_ended()
+            self._changed.notify_all()
+
+    def _evict(self, unit: Unit) -> bool:
+        """Give the memory of a unit back that does not stay any more; False while it is used."""
+        if unit.name in self._loaded:
+            return self._evict_loaded(unit.param.name)
+        coming = self._live.get(unit.name)
+        if coming is not None and coming.offset is None:
+            return False
+        entry = self._own.get(unit.name)
+        if entry is None:
+            return True
+        if entry.users:
+            return False
+        self.residency.withdraw_unit(unit.name)
+        del self._own[unit.name]
+        return True
+
+    def _evict_loaded(self, param: str) -> bool:
+        """All units of a parameter that the pipeline has loaded as one; the module has nothing then."""
+        names = {unit.name for unit in self.units if unit.param.name == param} & self._loaded
+        if any(self._users.get(name, 0) for name in names):
+            return False
+        self._loaded -= names
+        self.forget(param)
+        return True
+
+    # --- the loader's side
+
+    def start(self) -> None:
+        """Begin to bring units."""
+        for number in range(READING_THREADS):
+            thread = threading.Thread(target=self._work, name=f"firstlayer-stream-{number}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def close(self) -> None:
+        """Begin nothing more, and leave what is being read."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        self.loading.cancel()
+
+    def join(self) -> None:
+        """Wait for the threads' end; only after `close`."""
+        for thread in self._threads:
+            thread.join()
+        self.loading.close()
+        self._live.clear()
+        self._own.clear()
+        self._memory = own_memory(0)
+
+    def _work(self) -> None:
+        torch.set_num_threads(1)  # thread-local, as is the next
+        with torch.inference_mode():
+            while (job := self._take()) is not None:
+                entry, items = job
+                try:
+                    self._carry_out(entry, items)
+                except StreamClosedError as error:
+                    self._end(None if self._stopped else error)
+                except Exception as error:
+                    self._end(error)
+
+    def _take(self) -> tuple[_Entry, tuple[LoadItem, ...]] | None:
+        """The next items to load, and of which unit; None at the end."""
+        with self._changed:
+            while not self._stopped:
+                if (job := self._next_job()) is not None:
+                    return job
+                if not self._begin():
+                    self._changed.wait()
+            return None
+
+    def _next_job(self) -> tuple[_Entry, tuple[LoadItem, ...]] | None:
+        for entry in self._live.values():
+            if entry.todo and (entry.unit.is_straight or self._making < MAKING_THREADS):
+                self._making += not entry.unit.is_straight
+                return entry, entry.todo.popleft()
+        return None
+
+    def _begin(self) -> bool:
+        """Set memory aside for the unit that comes next; False where there is none, or no room."""
+        unit = self._upcoming()
+        if unit is None:
+            return False
+        if unit.name in self.plan.kept:
+            offset, memory = None, own_memory(unit.nbytes)
+        else:
+            offset = self._ring.place(unit.nbytes)
+            if offset is None:
+                return False
+            memory = self._memory[offset : offset + unit.nbytes]
+        self.loading.begin(unit)
+        todo = deque(((item,) for item in unit.items) if unit.is_straight else (unit.items,))
+        self._live[unit.name] = _Entry(unit, stored_views(memory, unit.storage), offset, todo, len(todo))
+        self._next = self._index[unit.name] + 1
+        self._changed.notify_all()
+        return True
+
+    def _upcoming(self) -> Unit | None:
+        """The unit behind the last one begun that is not there and not on its way; None where every one is."""
+        count = len(self.units)
+        for step in range(count):
+            unit = self.units[(self._next + step) % count]
+            if unit.name in self._live:
+                return None  # once round: what is behind it comes when it has been used
+            if unit.name not in self._loaded and unit.name not in self._own:
+                return unit
+        return None
+
+    def _carry_out(self, entry: _Entry, items: tuple[LoadItem, ...]) -> None:
+        try:
+            self.loading.load(entry.unit, items, entry.tensors)
+        finally:
+            with self._changed:
+                self._making -= not entry.unit.is_straight
+                entry.left -= 1
+                is_whole = entry.left == 0 and not entry.is_dropped
+                entry.users += is_whole  # until it is written to the stored cache, where it is
+                if entry.is_dropped:
+                    self._free_dropped(entry)
+                self._changed.notify_all()
+        if is_whole:
+            self._finish(entry)
+
+    def _finish(self, entry: _Entry) -> None:
+        try:
+            self.loading.settle(entry.unit, entry.tensors)
+            with self._changed:
+                if entry.offset is None:
+                    self._own[entry.unit.name] = self._live.pop(entry.unit.name)
+                self.residency.publish_unit(entry.unit.layer, entry.unit.name)
+            self.loading.keep(entry.unit, entry.tensors)
+        finally:
+            with self._changed:
+                entry.users -= 1
+                if not entry.users and entry.is_dropped:
+                    self._free_dropped(entry)
+                self._changed.notify_all()
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if error is not None:
+            self.residency.close(error)
+
+    def _raise_if_ended(self) -> None:
+        if self.residency.error is not None:
+            raise self.residency.error
+        if self._stopped:
+            raise StreamClosedError("the model was closed")
+
+
+@dataclass(frozen=True)
+class StepWeights:
+    """A stream as one step of the forward pass sees it (layers.context.StreamedWeights)."""
+
+    stream: WeightStream
+    stop: Callable[[], None]
+
+    def lease(self, param: str) -> AbstractContextManager[Stored | None]:
+        """See WeightStream."""
+        return self.stream.lease(param, stop=self.stop)
+
+    def lease_rows(self, param: str, start: int, stop: int) -> AbstractContextManager[Stored | None]:
+        """See WeightStream."""
+        return self.stream.lease_rows(param, start, stop=self.stop)
