@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -176,6 +176,20 @@ class ExpertCache:
 
     # --- whoever runs it
 
+    def facts(self) -> dict[str, int | float]:
+        """For the summary: the counts so far (see ExpertCounts), bytes allowed, and `hit_rate`, the share of the units
+        asked for that were there."""
+        with self._changed:
+            counts = replace(self.counts)
+            capacity = self.capacity_nbytes
+        asked = counts.hits + counts.misses
+        return {
+            "capacity_bytes": capacity, "peak_bytes": counts.peak_nbytes, "read_bytes": counts.read_nbytes,
+            "hits": counts.hits, "misses": counts.misses, "hit_rate": counts.hits / asked if asked else 1.0,
+            "evicted": counts.evicted, "foreseen_used": counts.foreseen_used,
+            "foreseen_wasted": counts.foreseen_wasted,
+        }  # fmt: skip
+
     def start(self) -> None:
         """Begin to fetch what is needed."""
         for number in range(FETCHING_THREADS):
@@ -206,9 +220,10 @@ class ExpertCache:
         self._check_capacity(nbytes)
         with self._changed:
             self.capacity_nbytes = nbytes
-            self._changed.notify_all()
             while not (self._stopped or self._make_room(0, behind=0)):
+                self._changed.notify_all()  # of those that went some may be wanted again
                 self._changed.wait()
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Begin nothing more, and leave what is being read."""

@@ -111,6 +111,10 @@ class ExpertLoader:
                 self._idle_since_s = self.clock()
                 self._changed.notify_all()
 
+    def facts(self) -> dict[str, int | float]:
+        """None: experts stay."""
+        return {}
+
     # --- the loader's side
 
     def start(self) -> None:

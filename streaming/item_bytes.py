@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -16,6 +16,7 @@ from streaming.errors import LayerLoadError, StreamClosedError
 from streaming.file_ranges import FileRanges, open_ranges
 from streaming.load_plan import LoadItem
 from streaming.open_files import CHANGED, FileState, OpenFiles
+from streaming.page_cache import drop, is_cached
 from streaming.piece_cutting import cut_pieces
 from streaming.pipeline import read_fault
 from streaming.read_choice import states_of
@@ -77,14 +78,20 @@ class ItemBytes:
         for piece, data in zip(pieces, found, strict=True):
             put_own(memoryview(data), piece, memory)
 
-    def drop_behind(self, item: LoadItem) -> None:
-        """Tell the system that the item's bytes are not worth keeping in its page cache."""
-        if self._files is None or not hasattr(os, "posix_fadvise"):
+    @contextmanager
+    def passing_by(self, item: LoadItem) -> Iterator[None]:
+        """Around a read of the item: its bytes do not stay in the system's page cache, unless they were there before,
+        for whoever wants them."""
+        if self._files is None:
+            yield
             return
         file = self._numbers[item.tensor.file]
         descriptor = self._files.take(file)
         try:
-            os.posix_fadvise(descriptor, item.file_offset, item.nbytes, os.POSIX_FADV_DONTNEED)
+            was_there = is_cached(descriptor, item.file_offset, item.nbytes)
+            yield
+            if not was_there:
+                drop(descriptor, item.file_offset, item.nbytes)
         finally:
             self._files.give_back(file, pieces=0)
 

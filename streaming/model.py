@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from streaming.prepare import Prepared
 from streaming.ranks.report import RankReport
 from streaming.residency import LayerState, Residency
 from streaming.runner import ModelRunner
+from streaming.set_memory import caches_fit, fit_caches
 from streaming.sizes import format_size
 from streaming.speculation import PromptLookup, Proposer
 from streaming.stages import is_quantized
@@ -218,8 +220,10 @@ class StreamedModel:
 
     def fits(self, max_tokens: int) -> bool:
         """Whether a cache for so many tokens has room now."""
-        limit = self.budget.limit_nbytes
-        return limit is None or self._needed_with(self._held_with(max_tokens)) <= limit
+        held, limit = self._held_with(max_tokens), self.budget.limit_nbytes
+        if limit is None or self._needed_with(held) <= limit:
+            return True
+        return self.runner.stream is not None and caches_fit(self, held)
 
     def _cache_of(self) -> tuple[ModelConfig, KVScales | None]:
         """The configuration that a cache made now is sized by, and its scales: of the layers of this rank's stage, or
@@ -233,6 +237,9 @@ class StreamedModel:
     def _check_cache(self, max_tokens: int) -> int:
         """Bytes of all caches with another one for so many tokens. Raises BudgetError beyond the limit."""
         held, limit = self._held_with(max_tokens), self.budget.limit_nbytes
+        if self.runner.stream is not None:
+            with suppress(BudgetError):  # said below, in words about caches
+                fit_caches(self, held)
         if limit is not None and (needed := self._needed_with(held)) > limit:
             apart = 0 if self.draft is None else self.draft.nbytes
             raise BudgetError(
@@ -327,6 +334,7 @@ class StreamedModel:
             finish_reason=last.finish_reason if last else None,
             warnings=tuple(self.warnings),
             stream={} if self.runner.stream is None else stream_facts(self.runner.stream),
+            experts={} if self.runner.experts is None else self.runner.experts.facts(),
         )
 
     def _book_waits(self) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 from layers.architecture import SchemeChoice, layer_specs
 from layers.config import parse_config, weight_map
@@ -35,6 +35,7 @@ from streaming.stated_quantization import disk_method
 
 AUTO_SHARE = 0.9  # of the memory that is free, with --memory auto
 DEFAULT_CACHE_TOKENS = 2048  # what the budget sets aside when no --max-model-len is given
+STREAMED_CACHE_TOKENS = 256  # the same where weights are streamed: longer caches take the place of weights that stay
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Prepared:
     topology: Topology = field(default_factory=Topology)
     model: str = ""  # its name, as it was given
     whole: LoadPlan | None = None  # the plan where everything stays in memory; None: `plan` is that
-    budget_of: Callable[[LoadPlan], Budget] | None = None  # without a limit
+    budget_of: BudgetOf | None = None  # without a limit
 
     @property
     def local_config(self) -> ModelConfig:
@@ -157,15 +158,22 @@ def within(
     plan: LoadPlan,
     limit: int | None,
     *,
-    budget_of: Callable[[LoadPlan], Budget],
+    budget_of: BudgetOf,
     options: LoadOptions,
     topology: Topology,
     ring_nbytes: int | None = None,
     experts_stay: bool = False,
+    caches_nbytes: int | None = None,
 ) -> tuple[LoadPlan, Budget]:
-    """The plan, with what does not fit into the limit streamed, and its budget; `ring_nbytes`: where there is a ring
-    already; `experts_stay`: they are in memory, all of them. Raises BudgetError where that is not possible either."""
-    budget = budget_of(plan)
+    """The plan, with what does not fit into the limit streamed, and its budget. Raises BudgetError where that is not
+    possible either.
+
+    Of a model that is loaded: `ring_nbytes`: of its ring, if it has one; `experts_stay`: they are in memory, all of
+    them; `caches_nbytes`: of the KV caches that are in use.
+    """
+    caches = caches_nbytes or 0
+    tokens = DEFAULT_CACHE_TOKENS if caches_nbytes is None else STREAMED_CACHE_TOKENS
+    budget = budget_of(plan, cache_tokens=tokens, caches_nbytes=caches)
     if limit is None or budget.peak_nbytes + (ring_nbytes or 0) <= limit:
         return plan, replace(budget, limit_nbytes=limit, ring_nbytes=ring_nbytes or 0)
     from streaming.stream_budget import stream_within, why_not_streamed
@@ -177,29 +185,52 @@ def within(
 
         if any(is_of_experts(param) for layer in plan.layers for param in layer.spec.params):
             plan = with_experts_apart(plan, options)
-    return stream_within(plan, limit_nbytes=limit, budget_of=budget_of, given_ring_nbytes=ring_nbytes)
+    return stream_within(
+        plan, limit_nbytes=limit, given_ring_nbytes=ring_nbytes,
+        budget_of=partial(budget_of, cache_tokens=STREAMED_CACHE_TOKENS, caches_nbytes=caches),
+    )  # fmt: skip
 
 
-def budget_within(prepared: Prepared, limit: int, *, ring_nbytes: int | None) -> tuple[LoadPlan, Budget]:
+def budget_within(
+    prepared: Prepared, limit: int, *, ring_nbytes: int | None, caches_nbytes: int
+) -> tuple[LoadPlan, Budget]:
     """`within` another limit, for a model that is loaded, and may have a ring. Raises BudgetError."""
     assert prepared.budget_of is not None
     return within(
         prepared.whole or prepared.plan, limit, budget_of=prepared.budget_of, options=prepared.options,
         topology=prepared.topology, ring_nbytes=ring_nbytes,
-        experts_stay=prepared.budget.experts_nbytes == 0,
+        experts_stay=prepared.budget.experts_nbytes == 0, caches_nbytes=caches_nbytes,
     )  # fmt: skip
 
 
-def _budget(plan: LoadPlan, *, reading: ReadChoice, options: LoadOptions, config: ModelConfig, dtype: DType) -> Budget:
-    """This rank's, whatever the limit; `config` has the heads and layers that are its own."""
-    tokens = options.max_model_len or min(DEFAULT_CACHE_TOKENS, config.max_position_embeddings)
+class BudgetOf(Protocol):
+    """The budget of a plan, whatever the limit; `cache_tokens` are set aside where nobody says how many are needed."""
+
+    def __call__(self, plan: LoadPlan, *, cache_tokens: int = ..., caches_nbytes: int = ...) -> Budget:
+        """`caches_nbytes`: of caches, where those that are in use take more."""
+        ...
+
+
+def _budget(
+    plan: LoadPlan,
+    *,
+    reading: ReadChoice,
+    options: LoadOptions,
+    config: ModelConfig,
+    dtype: DType,
+    cache_tokens: int = DEFAULT_CACHE_TOKENS,
+    caches_nbytes: int = 0,
+) -> Budget:
+    """This rank's; `config` has the heads and layers that are its own."""
+    tokens = options.max_model_len or min(cache_tokens, config.max_position_embeddings)
     kept = options.kv_cache_dtype
+    cache = kv_cache_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=kept)
+    room = cache_room_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=kept)
     return make_budget(
         plan,
         file_nbytes=reader_nbytes(plan, reading),
         window_nbytes=options.window_nbytes,
-        cache_nbytes=kv_cache_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=kept)
-        + cache_room_nbytes(config, max_tokens=tokens, dtype=dtype, cache_dtype=kept),
+        cache_nbytes=max(cache + room, caches_nbytes),
         packs=options.kernels == "fast",
         device=options.device,
     )

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from layers.architecture import EMBED_WEIGHT
 from streaming.errors import BudgetError
-from streaming.expert_cache import ExpertCache
 from streaming.prepare import budget_within, memory_limit
-from streaming.sizes import format_size
 from streaming.stream_plan import StreamPlan
 
 if TYPE_CHECKING:
@@ -28,23 +27,49 @@ def set_memory(streamed: StreamedModel, memory: str | int) -> None:
     limit -= 0 if streamed.draft is None else streamed.draft.nbytes
     streamed.wait_loaded()
     with streamed.changing_memory:
-        stream = streamed.runner.stream
-        beyond = max(0, streamed.caches_nbytes - streamed.prepared.budget.cache_nbytes)
-        plan, budget = budget_within(
-            streamed.prepared, limit - beyond, ring_nbytes=(stream and stream.plan.ring_nbytes) or None
-        )
-        if limit <= beyond:
-            raise BudgetError(
-                f"--memory {format_size(limit)} is too small: the KV caches that are in use take "
-                f"{format_size(streamed.caches_nbytes)} alone"
-            )
-        budget = replace(budget, limit_nbytes=limit)
-        if stream is None and plan.stream is not None:
-            stream = _begin(streamed, plan.stream)
-        streamed.budget = budget
-        if stream is not None:
-            stream.change(plan.stream or _everything(stream.plan))
-        if budget.experts_nbytes and isinstance(streamed.runner.experts, ExpertCache):
+        _keep_within(streamed, limit, caches_nbytes=streamed.caches_nbytes)
+
+
+def fit_caches(streamed: StreamedModel, caches_nbytes: int) -> None:
+    """Let KV caches take so much in the place of weights that stay, or give back what they do not need any more.
+
+    For the forward thread of a model with a stream, between two passes; waits for the end of the load where something
+    has to go. Raises BudgetError where that is not possible; nothing changes then.
+    """
+    limit, now = streamed.budget.limit_nbytes, streamed.budget.cache_nbytes
+    assert limit is not None
+    most = streamed.prepared.budget.cache_nbytes
+    if caches_nbytes > now or (now > most and caches_nbytes < now // 2):
+        streamed.residency.wait_finished()
+        with streamed.changing_memory:
+            _keep_within(streamed, limit, caches_nbytes=caches_nbytes)
+
+
+def caches_fit(streamed: StreamedModel, caches_nbytes: int) -> bool:
+    """Whether KV caches could take so much."""
+    assert streamed.budget.limit_nbytes is not None
+    stream = streamed.runner.stream
+    ring = None if stream is None else stream.plan.ring_nbytes or None
+    try:
+        budget_within(streamed.prepared, streamed.budget.limit_nbytes, ring_nbytes=ring, caches_nbytes=caches_nbytes)
+    except BudgetError:
+        return False
+    return True
+
+
+def _keep_within(streamed: StreamedModel, limit: int, *, caches_nbytes: int) -> None:
+    stream, prepared = streamed.runner.stream, streamed.prepared
+    ring = None if stream is None else stream.plan.ring_nbytes or None
+    plan, budget = budget_within(prepared, limit, ring_nbytes=ring, caches_nbytes=caches_nbytes)
+    if stream is None and plan.stream is not None:
+        stream = _begin(streamed, plan.stream)
+    streamed.budget = budget
+    if stream is not None:
+        stream.change(plan.stream or _everything(stream.plan))
+    if budget.experts_nbytes:
+        from streaming.expert_cache import ExpertCache
+
+        if isinstance(streamed.runner.experts, ExpertCache):
             streamed.runner.experts.set_capacity(budget.experts_nbytes)
 
 
@@ -66,4 +91,11 @@ def _begin(streamed: StreamedModel, plan: StreamPlan) -> WeightStream:
     stream.start()
     with runner.computing:
         runner.stream = stream
+        if not plan.has_table and EMBED_WEIGHT in runner.device.stored and EMBED_WEIGHT not in _params(plan):
+            runner.model.release(EMBED_WEIGHT)  # its rows are fetched from now on
+            runner.device.discard(EMBED_WEIGHT)
     return stream
+
+
+def _params(plan: StreamPlan) -> set[str]:
+    return {unit.param.name for unit in plan.units}

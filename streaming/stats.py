@@ -40,7 +40,8 @@ class Summary:
     so. Of the last generation: `passes`, steps of the model; `tokens_per_pass`, new tokens of all its answers for each;
     `proposed_tokens` that speculation had checked, `accepted_tokens` of them that were right. `draft_bytes`: the share
     of the draft model, counted in `peak_budget_bytes` and `limit_bytes`. `stream`: of weights that do not all fit into
-    memory, {} where they do (see stream_facts).
+    memory, {} where they do (see stream_facts). `experts`: of those that come and go, {} where they stay (see
+    ExpertCache.facts).
     """
 
     ttft_s: float | None = None
@@ -81,6 +82,7 @@ class Summary:
     finish_reason: str | None = None
     warnings: tuple[str, ...] = ()
     stream: Mapping[str, int | float] = field(default_factory=dict)
+    experts: Mapping[str, int | float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
         """For JSON: seconds to the millisecond's tenth, everything else as it is."""
@@ -117,6 +119,8 @@ def summary_lines(summary: Summary) -> list[str]:
     ]  # fmt: skip
     if summary.stream:
         lines.append(_fact("streamed", format_size(summary.stream["pass_bytes"]), _stream_words(summary.stream)))
+    if summary.experts:
+        lines.append(_fact("experts", f"{summary.experts['hit_rate']:.1%}", _expert_words(summary.experts)))
     if summary.tokens_per_s is not None:
         rate = f"{summary.decode_tok_s:.1f} tok/s" if summary.decode_tok_s else "-"
         lines.append(_fact("decode", rate, f"{len(summary.token_ids)} tokens, ended by {summary.finish_reason}"))
@@ -131,6 +135,14 @@ def _stream_words(stream: Mapping[str, int | float]) -> str:
         f"a pass: {stream['streamed_layers']} layers, through {format_size(stream['ring_bytes'])}; "
         f"{stream['resident_layers']} stay ({stream['hit_rate']:.0%} of the bytes)"
     )
+
+
+def _expert_words(experts: Mapping[str, int | float]) -> str:
+    ahead = int(experts["foreseen_used"] + experts["foreseen_wasted"])
+    used = f"; {experts['foreseen_used']} of {ahead} fetched ahead were used" if ahead else ""
+    read, held, capacity = (format_size(int(experts[f"{name}_bytes"])) for name in ("read", "peak", "capacity"))
+    asked = experts["hits"] + experts["misses"]
+    return f"of {asked} asked for were there; {read} read, {held} held at the most of {capacity}{used}"
 
 
 def stream_facts(stream: WeightStream) -> dict[str, int | float]:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -50,6 +50,10 @@ class StoredForms(Protocol):
         """Keep the unit; nothing where it cannot be."""
         ...
 
+    def is_cached(self, unit: str) -> bool:
+        """Whether the unit's bytes are in the system's page cache."""
+        ...
+
     def drop_behind(self, unit: str) -> None:
         """Tell the system that the unit's bytes are not worth keeping in its page cache."""
         ...
@@ -62,7 +66,7 @@ class StoredForms(Protocol):
 @dataclass(eq=False)
 class UnitLoading:
     """Loads units of one model, from any thread. `drop_behind`: what is read is not worth keeping in the page cache,
-    since more is read before it is read again than the page cache holds."""
+    since more is read before it is read again than the page cache holds; what was there before stays."""
 
     items: ItemBytes
     device: Device
@@ -115,6 +119,8 @@ class UnitLoading:
             return
         begin_s = time.monotonic()
         self.forms.put(unit.name, tensors)
+        if self.drop_behind:
+            self.forms.drop_behind(unit.name)
         self._kept.add(unit.name)
         self.tracer.add("keep", unit.name, start_s=begin_s, end_s=time.monotonic(), layer=unit.layer)
 
@@ -136,8 +142,7 @@ class UnitLoading:
         if unit.name not in self._seen:
             log_item(item, topology=self.topology)
         with self._stage(item, "read", nbytes=item.read_nbytes):
-            self.items.read(item, view)
-            self._let_go(item)
+            self._bring(item, view)
         if unit.name not in self._seen:
             self._note(unit, item)
 
@@ -145,12 +150,12 @@ class UnitLoading:
         if self.forms is None or not unit.is_worth_keeping:
             return False
         self.residency.mark(unit.layer, "read")
-        begin_s = time.monotonic()
+        begin_s, was_there = time.monotonic(), self.drop_behind and self.forms.is_cached(unit.name)
         if not self.forms.load(unit.name, tensors):
             self._kept.discard(unit.name)
             return False
         self._kept.add(unit.name)
-        if self.drop_behind:
+        if self.drop_behind and not was_there:
             self.forms.drop_behind(unit.name)
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         self.tracer.add("read", unit.name, start_s=begin_s, end_s=time.monotonic(), layer=unit.layer,
@@ -163,8 +168,7 @@ class UnitLoading:
             if unit.name not in self._seen:
                 log_item(item, topology=self.topology)
             with self._stage(item, "read", nbytes=item.read_nbytes):
-                raw = self.items.read(item)
-                self._let_go(item)
+                raw = self._bring(item, None)
             with self._stage(item, "slice"):
                 wide = wide_numbers(item, raw, self.device, tensors)
             if unit.name not in self._seen:
@@ -174,9 +178,9 @@ class UnitLoading:
             with self._stage(item, "quantize"):
                 storing.store(item, wide, tensors)
 
-    def _let_go(self, item: LoadItem) -> None:
-        if self.drop_behind:
-            self.items.drop_behind(item)
+    def _bring(self, item: LoadItem, into: torch.Tensor | None) -> torch.Tensor:
+        with self.items.passing_by(item) if self.drop_behind else nullcontext():
+            return self.items.read(item, into)
 
     def _note(self, unit: Unit, item: LoadItem) -> None:
         with self._noting:

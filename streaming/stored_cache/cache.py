@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from streaming.page_cache import drop, is_cached
 from streaming.sizes import format_size
 from streaming.stored_cache.data_file import byte_view, read_whole, write_whole
 from streaming.stored_cache.eviction import DATA, make_room, remove_model
@@ -149,6 +150,15 @@ class StoredCache:
                 elif self._units.get(unit) is found:
                     del self._units[unit]
             return good
+
+    def is_cached(self, unit: str) -> bool:
+        """Whether the unit's bytes are in the page cache now."""
+        with self._using() as model:
+            with self._changed:
+                found = self._units.get(unit)
+            if model is None or found is None:
+                return False
+            return is_cached(model.data, found.start, found.stop - found.start)
 
     def drop_behind(self, unit: str) -> None:
         """Let the system drop the unit's bytes from the page cache; what is not on the disk yet goes once it is."""
@@ -309,8 +319,7 @@ def _append(model: ModelFolder, line: bytes) -> None:
 
 
 def _drop(descriptor: int, unit: CachedUnit) -> None:
-    with suppress(OSError):
-        os.posix_fadvise(descriptor, unit.start, unit.stop - unit.start, os.POSIX_FADV_DONTNEED)
+    drop(descriptor, unit.start, unit.stop - unit.start)
 
 
 def _words(error: Exception) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from streaming.options import LoadOptions
-from streaming.prepare import Prepared, prepare
+from streaming.prepare import STREAMED_CACHE_TOKENS, Prepared, prepare
 from streaming.stream_budget import needs_of
 
 
@@ -16,7 +17,8 @@ def limits_of(folder: Path, **options: Any) -> tuple[int, int]:
     apart = prepare(str(folder), LoadOptions(**options | {"memory": whole.budget.peak_nbytes - 1}))
     assert whole.budget_of is not None
     plan = whole.plan if not apart.plan.experts else with_experts_apart(whole)
-    return needs_of(plan, whole.budget_of).least_nbytes, whole.budget.peak_nbytes
+    least_of = partial(whole.budget_of, cache_tokens=STREAMED_CACHE_TOKENS)
+    return needs_of(plan, least_of).least_nbytes, whole.budget.peak_nbytes
 
 
 def with_experts_apart(prepared: Prepared) -> Any:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 import struct
 import threading
+import warnings
 from collections.abc import Mapping
+from concurrent.futures import wait
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,11 @@ from streaming.expert_memory import ExpertMemory
 from streaming.expert_plan import PAGE_NBYTES, ExpertLayer, least_expert_nbytes
 from streaming.options import LoadOptions
 from streaming.prepare import prepare
+from streaming.stats import summary_lines
 from tests.streaming.leftovers import nothing_left
-from tests.streaming.sparse_models import Folder, bound_experts, cache_of, folder_of
+from tests.streaming.sparse_models import MANY, Folder, bound_experts, cache_of, folder_of
 from tests.streaming.waiting import SOON_S, in_background, until
+from tests.test_against_transformers import write_checkpoint
 
 IDS = [5, 9, 2, 7, 11, 3, 17, 4, 23, 8, 31, 6, 1, 13, 19, 29]
 FIRST = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -99,7 +104,13 @@ def test_all_that_fits_is_read_once(folder: Folder, monkeypatch: pytest.MonkeyPa
             llm.logits(IDS)
         until(lambda: cache_of(llm).counts.read_nbytes == sum(one.plan.read_nbytes for one in experts))
         counts = cache_of(llm).counts
+        facts = llm.stats().experts
+        words = next(line for line in summary_lines(llm.stats()) if line.startswith("experts"))
     assert (counts.evicted, counts.misses > 0, counts.hits > counts.misses) == (0, True, True)
+    asked = counts.hits + counts.misses
+    assert facts["hit_rate"] == pytest.approx(counts.hits / asked)
+    assert facts["read_bytes"] == sum(one.plan.read_nbytes for one in experts)
+    assert f"of {asked} asked for were there; 2.2 MiB read, 2.2 MiB held at the most of 2.2 MiB" in words
 
 
 def test_the_load_is_over_once_the_layers_without_their_experts_are_there(
@@ -187,6 +198,30 @@ def test_pages_go_back_when_no_unit_needs_them_and_the_others_keep_theirs(folder
     assert not whole.any()
 
 
+def test_huge_pages_are_wholly_one_units(tmp_path: Path) -> None:
+    """Experts of 5.3 MiB, of which nothing is read: each is filled, and what the system gives is what is counted."""
+    wide = {"hidden_size": 640, "moe_intermediate_size": 1440, "num_hidden_layers": 1, "num_experts": 6}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write_checkpoint(import_module("transformers"), "qwen3_moe", {**MANY, **wide}, folder=tmp_path)
+    (one,) = experts_of(tmp_path, dtype="bfloat16")
+    memory, shown = ExpertMemory([one]), random.Random(1).sample(range(6), 6)
+    counted = 0
+    for unit in shown:
+        memory.take(one.plan.name, unit)
+        counted += one.unit_nbytes(unit)
+        for run in one.runs:
+            tensor = memory.tensors[run.param][run.name]
+            step = tensor.shape[0] // 6
+            tensor[unit * step : (unit + 1) * step].fill_(1.0)
+        assert one.plan.kept_nbytes / 6 <= resident_nbytes(memory, one) <= counted
+    for unit in shown:
+        memory.give_back(one.plan.name, unit)
+        counted -= one.unit_nbytes(unit)
+        assert resident_nbytes(memory, one) <= counted
+    assert counted == 0
+
+
 def test_a_capacity_that_holds_no_unit_is_refused_with_the_number(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,19 +239,22 @@ def test_units_are_counted_in_whole_pages(folder: Folder) -> None:
 
 def test_the_capacity_changes_while_tokens_are_made(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(folder("many"), reader="threads") as llm:
-        expected = llm.complete([IDS], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))[0].token_ids
+        expected = llm.complete([IDS], SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))[0].token_ids
     least = least_of(folder("many"))
     bound_experts(monkeypatch, 9 * least)
     draw = random.Random(7)
     with bounded(folder("many")) as llm:
         cache = cache_of(llm)
-        params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
         running = in_background(lambda: llm.complete([IDS], params)[0].token_ids)
-        while not running.done():
+        changes = 0
+        while not wait([running], timeout=0.002).done:  # not at once: a loop that never waits keeps others from running
+            changes += 1
             capacity = least * draw.randrange(1, 40)
             cache.set_capacity(capacity)
             assert cache.counts.held_nbytes <= capacity
         assert running.result(SOON_S) == expected
+        assert changes > 5
         cache.set_capacity(2 * least)
         assert cache.counts.held_nbytes <= 2 * least
         with pytest.raises(BudgetError, match="too little"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -94,7 +95,7 @@ def test_made_up_routing_has_the_skew_and_the_repeats_that_it_says() -> None:
     units = [visit.units[0] for visit in visits]
     counts = sorted((units.count(unit) for unit in set(units)), reverse=True)
     assert counts[0] / counts[1] == pytest.approx(2**1.2, rel=0.25)
-    same = sum(a == b for a, b in zip(units, units[1:], strict=False)) / len(units)
+    same = sum(a == b for a, b in pairwise(units)) / len(units)
     chance = sum((count / len(units)) ** 2 for count in counts)
     assert same == pytest.approx(0.6 + 0.4 * chance, abs=0.03)
 

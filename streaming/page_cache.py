@@ -1,0 +1,24 @@
+"""The system's page cache, treated with care: what is read once in a while is not worth keeping there. [no-torch]"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+
+def is_cached(descriptor: int, offset: int, nbytes: int) -> bool:
+    """Whether a file's bytes are in the page cache, by a look at the first, the middle and the last of them. False
+    where the system does not tell."""
+    byte = bytearray(1)
+    try:
+        return all(
+            os.preadv(descriptor, [byte], offset + at, os.RWF_NOWAIT) == 1 for at in (0, nbytes // 2, nbytes - 1)
+        )
+    except (OSError, AttributeError, NotImplementedError):
+        return False
+
+
+def drop(descriptor: int, offset: int, nbytes: int) -> None:
+    """Let the system drop a file's bytes from the page cache."""
+    with suppress(OSError, AttributeError):
+        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
