@@ -4,12 +4,15 @@ These make the peak: the parameters that stay in their stored form, the window t
 item in each of the two stages behind it (only where bytes must be decoded or converted first), the KV cache, the packed
 copies of `--kernels fast`, and where not all parameters fit the ring that the others pass through, what is held to make
 them, and the experts that are in memory at once.
+
+A GPU has memory of its own, and the host's is another sum: the window, what is decoded there, and where parameters are
+streamed the page-locked memory that they pass through, and those that the host keeps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from layers.weights import ParamKind, ParamSpec
@@ -36,12 +39,27 @@ class Budget:
     file_nbytes: int = 0  # bytes of files that the reader holds: a whole one (eager), a back end's buffers
     ring_nbytes: int = 0  # what streamed weights pass through
     experts_nbytes: int = 0  # of experts that come when tokens are routed to them, at the most
+    is_on_gpu: bool = False  # the limit is for its memory
+    host_convert_nbytes: int = 0  # of the host's beside it, as all of the following
+    staging_nbytes: int = 0  # page-locked, for streamed weights on their way
+    tier_nbytes: int = 0  # of streamed weights that the host keeps
+    flag: str = "--memory"  # the option that the limit is given by
 
     @property
     def peak_nbytes(self) -> int:
-        """The most that is held at once by the model itself; the interpreter's own memory is not in it."""
-        held = self.kept_nbytes + self.window_nbytes + self.convert_nbytes + self.cache_nbytes
-        return held + self.packed_nbytes + self.file_nbytes + self.ring_nbytes + self.experts_nbytes
+        """The most that is held at once by the model itself in the memory that is computed in; the interpreter's own
+        memory is not in it."""
+        held = self.kept_nbytes + self.convert_nbytes + self.cache_nbytes + self.packed_nbytes + self.ring_nbytes
+        held += self.experts_nbytes
+        return held if self.is_on_gpu else held + self.window_nbytes + self.file_nbytes
+
+    @property
+    def host_nbytes(self) -> int:
+        """The most that is held at once in the host's memory beside a GPU's; 0 on the CPU, where there is one sum."""
+        if not self.is_on_gpu:
+            return 0
+        passing = self.window_nbytes + self.file_nbytes + self.host_convert_nbytes
+        return passing + self.staging_nbytes + self.tier_nbytes
 
 
 def make_budget(
@@ -53,6 +71,7 @@ def make_budget(
     packs: bool = False,
     device: str = "cpu",
     file_nbytes: int = 0,
+    flag: str = "--memory",
 ) -> Budget:
     """The budget of a plan; `packs`: with packed copies, as the device has them. Raises BudgetError when the limit is
     too small, with what is needed."""
@@ -64,6 +83,13 @@ def make_budget(
         plan.kept_nbytes, min(window, staged), convert_nbytes(plan), cache_nbytes, limit_nbytes, packed, file_nbytes,
         0 if stream is None else stream.ring_nbytes, 0 if stream is None else stream.experts_nbytes,
     )  # fmt: skip
+    budget = replace(budget, flag=flag)
+    if device != "cpu":
+        budget = replace(
+            budget, is_on_gpu=True, convert_nbytes=gpu_convert_nbytes(plan), host_convert_nbytes=budget.convert_nbytes,
+            staging_nbytes=0 if stream is None else stream.staging_nbytes,
+            tier_nbytes=0 if stream is None else stream.tier_nbytes,
+        )  # fmt: skip
     if limit_nbytes is not None and budget.peak_nbytes > limit_nbytes:
         raise too_small(plan, budget)
     return budget
@@ -72,10 +98,11 @@ def make_budget(
 def too_small(plan: LoadPlan, budget: Budget, *, more: str = "") -> BudgetError:
     """That the budget is beyond its limit, with what is needed; `more`: why nothing can be streamed."""
     assert budget.limit_nbytes is not None
-    packed, files = budget.packed_nbytes, budget.file_nbytes
+    packed, files = budget.packed_nbytes, 0 if budget.is_on_gpu else budget.file_nbytes
+    window = "" if budget.is_on_gpu else f"{format_size(budget.window_nbytes)} of window, "
     return BudgetError(
-        f"--memory {format_size(budget.limit_nbytes)} is too small: {format_size(budget.peak_nbytes)} are needed "
-        f"({format_size(budget.kept_nbytes)} of weights, {format_size(budget.window_nbytes)} of window, "
+        f"{budget.flag} {format_size(budget.limit_nbytes)} is too small: {format_size(budget.peak_nbytes)} are needed "
+        f"({format_size(budget.kept_nbytes)} of weights, {window}"
         f"{format_size(budget.convert_nbytes)} for conversion, {format_size(budget.cache_nbytes)} of KV cache"
         f"{f', {format_size(packed)} of packed copies' if packed else ''}"
         f"{f', {format_size(files)} of files that the reader holds' if files else ''}); "
@@ -85,12 +112,44 @@ def too_small(plan: LoadPlan, budget: Budget, *, more: str = "") -> BudgetError:
 
 def _ways_out(plan: LoadPlan, budget: Budget) -> str:
     """What would make it smaller."""
-    ways = ["a smaller --window", "a smaller --max-model-len"]
+    ways = ["a smaller --window"] * (not budget.is_on_gpu) + ["a smaller --max-model-len"]
     if budget.cache_nbytes > budget.kept_nbytes // 4:
         ways.append("--kv-cache-dtype int8")
     if not any(param.kept_as_stored for layer in plan.layers for param in layer.spec.params):
         ways.insert(0, "--quantization")
-    return f"try {', '.join(ways[:-1])} or {ways[-1]}"
+    return f"try {' or '.join(filter(None, (', '.join(ways[:-1]), ways[-1])))}"
+
+
+def host_too_small(budget: Budget, *, limit_nbytes: int) -> BudgetError:
+    """That the host's memory beside a GPU is too small, with what is needed."""
+    passing = budget.window_nbytes + budget.file_nbytes
+    least = budget.host_nbytes - budget.tier_nbytes
+    return BudgetError(
+        f"--host-memory {format_size(limit_nbytes)} is too small: {format_size(least)} are needed on the host "
+        f"({format_size(passing)} of window, {format_size(budget.host_convert_nbytes)} for "
+        f"conversion, {format_size(budget.staging_nbytes)} page-locked for weights on their way to the GPU); try a "
+        "smaller --window"
+    )
+
+
+def gpu_convert_nbytes(plan: LoadPlan) -> int:
+    """What exists on a GPU beside what is stored: one item each in the slice and in the quantize stage, as it was read
+    and in wide numbers, what holds a weight until it is quantized anew; and the same of units that are made."""
+    found = _passing_nbytes([item for item in plan.items if not item.direct], at_once=2)
+    if plan.experts:
+        from streaming.expert_plan import FETCHING_THREADS
+
+        items = [item for one in plan.experts for item in one.plan.items]
+        found += _passing_nbytes(items, at_once=FETCHING_THREADS)
+    if plan.stream is not None and (making := plan.stream.making_threads):
+        items = [item for unit in plan.stream.units if not unit.is_straight for item in unit.items]
+        found += _passing_nbytes(items, at_once=making)
+    return found
+
+
+def _passing_nbytes(items: Sequence[LoadItem], *, at_once: int) -> int:
+    largest = max((item.nbytes + (0 if _is_copied(item) else _wide_nbytes(item)) for item in items), default=0)
+    return at_once * largest + max((_arrival_nbytes(item) for item in items if item.completes), default=0)
 
 
 def choose_window(plan: LoadPlan) -> int:
@@ -133,6 +192,11 @@ def passing_nbytes(layer: LayerPlan) -> int:
     in the quantize stage, as it was read and in wide numbers, and what holds a weight until it is quantized anew."""
     largest = max((item.nbytes + _wide_nbytes(item) for item in layer.items), default=0)
     return 2 * largest + max((_arrival_nbytes(item) for item in layer.items if item.completes), default=0)
+
+
+def _is_copied(item: LoadItem) -> bool:
+    """Whether its bytes on a GPU are its numbers, and those what is stored."""
+    return not (_is_converted(item) or item.param.is_quantized or item.tensor.dtype is not item.param.dtype)
 
 
 def _is_converted(item: LoadItem) -> bool:

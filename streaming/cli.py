@@ -250,6 +250,8 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="auto", metavar="DTYPE", help=f"of wide weights and activations: {', '.join(DTYPES)}")
     add("--device", default="cpu", help="cpu or cuda[:index]")
     add("--memory", metavar="SIZE", help="limit for weights, window and caches, e.g. 6GiB; refused when too small")
+    add("--gpu-memory", metavar="SIZE", help="limit of the GPU's memory, or auto (--memory where it is not given)")
+    add("--host-memory", metavar="SIZE", help="limit of the host's beside it, or auto; on the CPU as --memory")
     add("--window", metavar="SIZE", help="bytes read ahead of the quantizer, e.g. 128MiB")
     add("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer together")
     add("--kernels", default="default", metavar="MODE", help=f"{', '.join(KERNELS)}; fast has other bits")

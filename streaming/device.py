@@ -76,6 +76,14 @@ class Device(Protocol):
         """Make the compute stream wait for the moment; the host goes on."""
         ...
 
+    def compute_moment(self) -> Any:
+        """An event behind all that the compute stream has been given so far, or None where that is done."""
+        ...
+
+    def hold_back(self, moment: Any) -> None:
+        """Make all work that is issued inside `working()` from now on wait for the moment; the host goes on."""
+        ...
+
     def discard(self, param: str) -> None:
         """Give the memory of a parameter back that nothing reads any more."""
         ...
@@ -148,6 +156,12 @@ class CpuDevice:
 
     def order_after(self, moment: Any) -> None:
         """Nothing to order."""
+
+    def compute_moment(self) -> Any:
+        return None
+
+    def hold_back(self, moment: Any) -> None:
+        """Nothing to hold back."""
 
     def discard(self, param: str) -> None:
         for name, tensor in self.stored.pop(param).items():
@@ -290,8 +304,7 @@ class _PinnedWindow:
 
     def __init__(self, window: torch.Tensor, device: torch.device) -> None:
         self.bytes = window
-        with torch.cuda.device(device):
-            code = int(_cudart().cudaHostRegister(window.data_ptr(), window.numel(), _PORTABLE))
+        code = _page_lock(window, device)
         if code != 0:
             raise MemoryError(
                 f"page-locking the window of {format_size(window.numel())} failed with CUDA error {code}: "
@@ -300,9 +313,18 @@ class _PinnedWindow:
 
     def close(self) -> None:
         """No copy may be running: a page that is let go while the device reads it is a fault."""
-        code = int(_cudart().cudaHostUnregister(self.bytes.data_ptr()))
-        if code != 0:
-            logger.warning("the window's page lock could not be given back: CUDA error %d", code)
+        _page_unlock(self.bytes, "window's")
+
+
+def _page_lock(memory: torch.Tensor, device: torch.device) -> int:
+    with torch.cuda.device(device):
+        return int(_cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE))
+
+
+def _page_unlock(memory: torch.Tensor, whose: str) -> None:
+    code = int(_cudart().cudaHostUnregister(memory.data_ptr()))
+    if code != 0:
+        logger.warning("the %s page lock could not be given back: CUDA error %d", whose, code)
 
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
@@ -347,7 +369,7 @@ class CudaDevice:
 
     def __init__(self, name: str, plan: LoadPlan, reader: Reader) -> None:
         self.torch_device = cuda_device(name)
-        self._check_room(plan.kept_nbytes)
+        self._check_room(plan.kept_nbytes + (0 if plan.stream is None else plan.stream.ring_nbytes))
         self._read_plan = reader.read_plan
         self._stream = torch.cuda.Stream(self.torch_device)
         self.stored: StoredTensors = {
@@ -392,7 +414,33 @@ class CudaDevice:
         if moment is not None:
             torch.cuda.current_stream(self.torch_device).wait_event(moment)
 
+    def compute_moment(self) -> Any:
+        # The current stream of every thread of ours is the device's default one, outside of `working()`: the forward
+        # thread computes on it, and whoever else asks means the same.
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return event
+
+    def hold_back(self, moment: Any) -> None:
+        if moment is not None:
+            self._stream.wait_event(moment)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Issue a copy between the host and the device on the caller's current stream; both must stay until it ends."""
+        target.copy_(source, non_blocking=True)
+
+    def page_lock(self, memory: torch.Tensor) -> int:
+        """Page-lock memory of the host where it lies, for copies that are truly asynchronous: 0, or CUDA's error code
+        where that was refused. What is locked must be unlocked before its last tensor goes, and no copy may run
+        then."""
+        return _page_lock(memory, self.torch_device)
+
+    def page_unlock(self, memory: torch.Tensor) -> None:
+        """Give the page lock back."""
+        _page_unlock(memory, "memory's")
+
     def discard(self, param: str) -> None:
+        self.order_after(self.moment())  # what was never computed with may still be on its way
         del self.stored[param]  # its last reader is the forward pass, in whose order the memory is used again
 
     def make_room(self, layer: LayerPlan | None) -> None:

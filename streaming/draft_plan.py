@@ -90,7 +90,7 @@ def _prepare_beside(draft: DraftPlan, model: str, options: LoadOptions, limit: i
             f"{format_size(draft.nbytes)}"
         )
     try:
-        return prepare(model, replace(options, memory=limit - draft.nbytes))
+        return prepare(model, options.within_memory(limit - draft.nbytes))
     except BudgetError as error:
         raise BudgetError(
             f"{error} (of --memory {format_size(limit)} the draft model takes {format_size(draft.nbytes)})"

@@ -19,6 +19,8 @@ from streaming.errors import CheckpointError, LayerLoadError
 from streaming.file_ranges import open_ranges
 from streaming.open_files import FileState
 
+KEPT_NBYTES = 8 << 20  # of rows, for tokens that come again; more where a step has more
+
 
 class EmbeddingRows:
     """Rows of one embedding table, by token id, in the model's dtype on the CPU."""
@@ -31,6 +33,7 @@ class EmbeddingRows:
         if table is None:
             return
         self._table = table
+        self._most_rows = KEPT_NBYTES // max(1, table.shape[-1] * dtype.itemsize)
         self._pattern = pattern_block(table.file.name) if table.generated else None
         try:
             self._ranges = None if table.generated else open_ranges(table.file, state=state)
@@ -38,8 +41,11 @@ class EmbeddingRows:
             raise LayerLoadError("embed", "read", table.name, error) from error
 
     def fetch(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """[len(token_ids), hidden]; each distinct row is read once. Raises LayerLoadError naming the file."""
+        """[len(token_ids), hidden]; a row that was just read is not read again. Raises LayerLoadError naming the file."""
         missing = sorted(set(token_ids) - self._rows.keys())
+        if missing and len(self._rows) + len(missing) > self._most_rows:  # else they would become the table
+            self._rows.clear()
+            missing = sorted(set(token_ids))
         if missing and self._table.strides is not None:
             self._pick_rows(missing)
             missing = []

@@ -24,16 +24,18 @@ MOST_TOKENS = 8  # of a step: more are routed to most experts, and the order in 
 @dataclass(frozen=True)
 class Foresight:
     """`by_param`: for a layer's experts, the next sparse layer's name, and its part that routes. `is_ready`: whether a
-    layer's router is there; `foresee`: who is told (streaming.expert_cache)."""
+    layer's router is there; `foresee`: who is told (streaming.expert_cache); `is_wanted`: whether that wants to know.
+    """
 
     by_param: Mapping[str, tuple[str, SparseMLP]]
     kernels: Kernels
     is_ready: Callable[[str], bool]
     foresee: Callable[[str, Sequence[int]], None]
+    is_wanted: Callable[[], bool]
 
     def __call__(self, param: str, x: torch.Tensor) -> None:
         """x [T, D]: the input of the layer that `param` belongs to."""
-        if param not in self.by_param or x.shape[0] > MOST_TOKENS:
+        if param not in self.by_param or x.shape[0] > MOST_TOKENS or not self.is_wanted():
             return
         layer, mlp = self.by_param[param]
         if self.is_ready(layer):
@@ -48,10 +50,11 @@ def make_foresight(
     *,
     is_ready: Callable[[str], bool],
     foresee: Callable[[str, Sequence[int]], None],
+    is_wanted: Callable[[], bool],
 ) -> Foresight:
     """For the sparse layers of a shell, each with the one behind it; behind the last one comes the next token, whose
     hidden state nobody knows."""
     parts = ((f"layers.{index}", getattr(layer, "mlp", None)) for index, layer in enumerate(model.layers))
     sparse = [(name, mlp) for name, mlp in parts if isinstance(mlp, SparseMLP)]
     by_param = {mlp.experts.gate_up_proj.name: after for (_, mlp), after in pairwise(sparse)}
-    return Foresight(by_param, kernels, is_ready, foresee)
+    return Foresight(by_param, kernels, is_ready, foresee, is_wanted)

@@ -68,6 +68,8 @@ class LoadKeywords(TypedDict, total=False):
     dtype: str
     device: str
     memory: str | int | None
+    gpu_memory: str | int | None
+    host_memory: str | int | None
     window: str | int | None
     max_model_len: int | None
     kernels: str
@@ -209,7 +211,7 @@ class LLM:
         `layer`: a decoder layer's number, or "layers.3", "head", "embed". Keywords as for `LLM`. No byte of another
         layer is read and nothing stays open. Raises as `LLM` does, and LayerLoadError (layer, stage, tensor).
         """
-        prepared = prepare(str(model), LoadOptions(**options | {"moe_load": "layers"}))  # all of the layer
+        prepared = prepare(str(model), LoadOptions(**options | {"moe_load": "layers"}).within_memory(None))  # all of it
         if not prepared.topology.is_single:
             raise OptionError(f"load_layer runs on one rank, not on the {prepared.topology.world} that are asked for")
         import_torch(whole=True)

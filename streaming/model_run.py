@@ -203,7 +203,8 @@ def _open_experts(
     if isinstance(experts, ExpertCache):
         runner, is_ready = streamed.runner, streamed.residency.is_ready
         runner.foresight = make_foresight(
-            runner.model, runner.kernels, is_ready=is_ready, foresee=experts.foresee
+            runner.model, runner.kernels, is_ready=is_ready, foresee=experts.foresee,
+            is_wanted=lambda: experts.outlook.is_worth_a_look,
         )  # fmt: skip
     return experts
 

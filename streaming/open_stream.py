@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from layers.decoder import DecoderModel
+from quant.device_features import DeviceFeatures
 from streaming.available_memory import available_nbytes
-from streaming.device import Device
+from streaming.device import CudaDevice, Device
 from streaming.hooks import Hooks
 from streaming.item_bytes import open_item_bytes
+from streaming.post_processing import NO_PROCESSING, plan_processing
 from streaming.prepare import Prepared
 from streaming.residency import Residency
 from streaming.sizes import format_size
@@ -18,6 +20,7 @@ from streaming.stored_cache import StoredCache, cache_key, default_cache_folder,
 from streaming.stream_plan import StreamPlan
 from streaming.trace import Tracer
 from streaming.unit_loading import UnitLoading
+from streaming.unit_memory import CpuUnits, GpuUnits, UnitMemory
 from streaming.weight_checks import WeightChecks
 from streaming.weight_stream import WeightStream
 
@@ -31,19 +34,31 @@ def open_stream(
 ) -> WeightStream:  # fmt: skip
     """The stream of a plan; nothing is read before it is started. Raises CheckpointError for a file that is gone."""
     items = [item for unit in plan.units for item in unit.items]
+    memory = _memory(prepared, plan, device, has_forms=forms is not None, tracer=tracer, warn=hooks.warn)
     loading = UnitLoading(
         open_item_bytes(items, prepared.checkpoint.states, again=True), device, residency, tracer,
         WeightChecks(norm=prepared.config.norm), hooks.warn,
         check_weights=prepared.options.check_weights, drop_behind=exceeds_memory(plan, available_nbytes()),
         forms=forms, topology=prepared.topology,
     )  # fmt: skip
-    return WeightStream(plan, loading, residency, _forgetting(plan, device, shell))
+    return WeightStream(plan, loading, residency, _forgetting(plan, device, shell), memory)
+
+
+def _memory(
+    prepared: Prepared, plan: StreamPlan, device: Device, *, has_forms: bool, tracer: Tracer,
+    warn: Callable[[str], None],
+) -> UnitMemory:  # fmt: skip
+    if not isinstance(device, CudaDevice):
+        return CpuUnits()
+    features = DeviceFeatures.detect(device.torch_device, triton=False)
+    processing = plan_processing(prepared.specs, features) if prepared.post_process else NO_PROCESSING
+    return GpuUnits(device, plan, processing=processing, has_forms=has_forms, tracer=tracer, warn=warn)
 
 
 def exceeds_memory(plan: StreamPlan, available: int | None) -> bool:
     """Whether a pass reads more than the system can keep of it until the next one: then its page cache would be filled
     for nothing, at the expense of whatever else runs there."""
-    return available is not None and plan.pass_read_nbytes > CACHED_SHARE * available
+    return available is not None and plan.pass_disk_nbytes > CACHED_SHARE * (available - plan.tier_nbytes)
 
 
 def _forgetting(plan: StreamPlan, device: Device, shell: DecoderModel) -> Callable[[str], None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -57,6 +57,8 @@ class LoadOptions:
     dtype: str = "auto"
     device: str = "cpu"
     memory: str | int | None = None
+    gpu_memory: str | int | None = None  # of a GPU; None: `memory` says it
+    host_memory: str | int | None = None  # beside a GPU's; on the CPU the same as `memory`
     window: str | int | None = None
     max_model_len: int | None = None
     kernels: str = "default"
@@ -107,9 +109,18 @@ class LoadOptions:
         if self.seed is not None and (type(self.seed) is not int or self.seed < 0):
             raise OptionError(f"--seed {self.seed!r}: a whole number of at least 0 is needed")
         self._check_ranks()
-        for name, value in (("--memory", self.memory), ("--window", self.window)):
-            if value is not None and (name, value) != ("--memory", "auto"):
-                parse_size(value, option=name)
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        limits = (("--memory", self.memory), ("--gpu-memory", self.gpu_memory), ("--host-memory", self.host_memory))
+        for name, value in limits:
+            _limit_nbytes(value, option=name)
+        _ = self.window_nbytes
+        if self.gpu_memory is not None and not self.is_on_gpu:
+            raise OptionError(f"--gpu-memory {self.gpu_memory} needs --device cuda; on the CPU --memory is the limit")
+        (flag, value), given = self.memory_limit, self.memory
+        if given is not None and _limit_nbytes(given, option="--memory") != _limit_nbytes(value, option=flag):
+            raise OptionError(f"--memory {given} and {flag} {value} limit the same memory: give one of them")
 
     def _check_stored_cache(self) -> None:
         folder = self.cache_dir
@@ -252,9 +263,31 @@ class LoadOptions:
         return None if value is None else parse_size(value, option="--safetensors-prefetch-block-size")
 
     @property
+    def is_on_gpu(self) -> bool:
+        """Whether the memory that is computed in is not the host's."""
+        return self.device != "cpu"
+
+    @property
+    def memory_limit(self) -> tuple[str, str | int | None]:
+        """The option that limits the memory that is computed in, and what it says."""
+        own = ("--gpu-memory", self.gpu_memory) if self.is_on_gpu else ("--host-memory", self.host_memory)
+        return ("--memory", self.memory) if own[1] is None else own
+
+    @property
     def memory_nbytes(self) -> int | None:
-        """The memory limit in bytes; None where none is given as a size."""
-        return None if self.memory in (None, "auto") else parse_size(self.memory, option="--memory")
+        """The limit of the memory that is computed in, in bytes; None where none is given as a size."""
+        flag, value = self.memory_limit
+        return None if value == "auto" else _limit_nbytes(value, option=flag)
+
+    @property
+    def host_nbytes(self) -> int | None:
+        """The limit of the host's memory beside a GPU, in bytes; None where none is given as a size."""
+        return None if self.host_memory == "auto" else _limit_nbytes(self.host_memory, option="--host-memory")
+
+    def within_memory(self, memory: str | int | None) -> LoadOptions:
+        """The same with another limit, or none, of the memory that is computed in."""
+        host = self.host_memory if self.is_on_gpu else None
+        return replace(self, memory=memory, gpu_memory=None, host_memory=host)
 
     @property
     def cache_limit_nbytes(self) -> int | None:
@@ -267,6 +300,13 @@ class LoadOptions:
     def window_nbytes(self) -> int | None:
         """The look-ahead limit in bytes."""
         return None if self.window is None else parse_size(self.window, option="--window")
+
+
+def _limit_nbytes(value: str | int | None, *, option: str) -> int | None:
+    """Bytes of a limit; None where there is none, and -1, which no limit is, for "auto"."""
+    if value is None:
+        return None
+    return -1 if value == "auto" else parse_size(value, option=option)
 
 
 def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:

@@ -18,7 +18,7 @@ from layers.topology import Topology
 from layers.weights import Dropped, LayerSpec
 from quant.dtypes import DType
 from quant.policy import default_policy
-from streaming.budget import Budget, make_budget, too_small
+from streaming.budget import Budget, host_too_small, make_budget, too_small
 from streaming.checkpoint import open_checkpoint
 from streaming.checkpoint.tensor_names import check_names
 from streaming.checkpoint.tensors import Checkpoint, TensorInfo
@@ -144,14 +144,32 @@ def _prepare(model: str, options: LoadOptions, topology: Topology, *, every_rank
 
 def memory_limit(options: LoadOptions) -> int | None:
     """Bytes that the load may take; None where nothing was said. Raises OptionError where "auto" cannot know."""
-    if options.memory != "auto":
+    flag, value = options.memory_limit
+    if value != "auto":
         return options.memory_nbytes
+    if options.is_on_gpu:
+        from streaming.gpu_free_memory import free_gpu_nbytes
+
+        return int(free_gpu_nbytes(options.device, flag=flag) * AUTO_SHARE)
     from streaming.available_memory import available_nbytes
 
     found = available_nbytes()
     if found is None:
-        raise OptionError("--memory auto: this system does not say how much memory is free; give a size")
+        raise OptionError(f"{flag} auto: this system does not say how much memory is free; give a size")
     return int(found * AUTO_SHARE)
+
+
+def host_limit(options: LoadOptions) -> int | None:
+    """Bytes of the host's memory that a load to a GPU may take: what is free, where nothing else was said; None where
+    nobody knows. Raises OptionError where that was asked for."""
+    if options.host_nbytes is not None:
+        return options.host_nbytes
+    from streaming.available_memory import available_nbytes
+
+    found = available_nbytes()
+    if found is None and options.host_memory == "auto":
+        raise OptionError("--host-memory auto: this system does not say how much memory is free; give a size")
+    return None if found is None else int(found * AUTO_SHARE)
 
 
 def within(
@@ -174,6 +192,7 @@ def within(
     caches = caches_nbytes or 0
     tokens = DEFAULT_CACHE_TOKENS if caches_nbytes is None else STREAMED_CACHE_TOKENS
     budget = budget_of(plan, cache_tokens=tokens, caches_nbytes=caches)
+    _check_host(budget, options)
     if limit is None or budget.peak_nbytes + (ring_nbytes or 0) <= limit:
         return plan, replace(budget, limit_nbytes=limit, ring_nbytes=ring_nbytes or 0)
     from streaming.stream_budget import stream_within, why_not_streamed
@@ -186,9 +205,16 @@ def within(
         if any(is_of_experts(param) for layer in plan.layers for param in layer.spec.params):
             plan = with_experts_apart(plan, options)
     return stream_within(
-        plan, limit_nbytes=limit, given_ring_nbytes=ring_nbytes,
+        plan, limit_nbytes=limit, given_ring_nbytes=ring_nbytes, host_limit=partial(host_limit, options),
         budget_of=partial(budget_of, cache_tokens=STREAMED_CACHE_TOKENS, caches_nbytes=caches),
     )  # fmt: skip
+
+
+def _check_host(budget: Budget, options: LoadOptions) -> None:
+    """Of a load to a GPU whose weights all fit there: what passes through the host's memory."""
+    limit = options.host_nbytes
+    if options.is_on_gpu and limit is not None and budget.host_nbytes > limit:
+        raise host_too_small(budget, limit_nbytes=limit)
 
 
 def budget_within(
@@ -233,6 +259,7 @@ def _budget(
         cache_nbytes=max(cache + room, caches_nbytes),
         packs=options.kernels == "fast",
         device=options.device,
+        flag=options.memory_limit[0],
     )
 
 

@@ -32,6 +32,10 @@ class Ring:
             self._head = -(-(start + nbytes) // ALIGNMENT) * ALIGNMENT
         return start
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether `place` would find some now."""
+        return not self._runs or self._find(nbytes) is not None
+
     def _find(self, nbytes: int) -> int | None:
         if not self._runs:
             return 0

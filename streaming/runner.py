@@ -204,7 +204,8 @@ class ModelRunner:
             self.residency.lease_rows("head", param, rows, stop=stop)
 
     def _set_threads(self) -> None:
-        wanted = self.threads.resident if self.residency.all_ready() else self.threads.loading
+        copying = self.stream is not None and self.stream.loading.copies  # a core is left to it, as while loading
+        wanted = self.threads.resident if self.residency.all_ready() and not copying else self.threads.loading
         if torch.get_num_threads() != wanted:
             torch.set_num_threads(wanted)
         self.panels.threads = wanted

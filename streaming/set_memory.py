@@ -22,7 +22,7 @@ def set_memory(streamed: StreamedModel, memory: str | int) -> None:
     disturbed, and no bit of what is computed changes. Raises BudgetError where the limit is too small, with what is
     needed, and nothing changes then; OptionError for what is no size.
     """
-    limit = memory_limit(replace(streamed.prepared.options, memory=memory))
+    limit = memory_limit(streamed.prepared.options.within_memory(memory))
     assert limit is not None
     limit -= 0 if streamed.draft is None else streamed.draft.nbytes
     streamed.wait_loaded()
@@ -74,7 +74,7 @@ def _keep_within(streamed: StreamedModel, limit: int, *, caches_nbytes: int) -> 
 
 
 def _everything(plan: StreamPlan) -> StreamPlan:
-    return replace(plan, kept=frozenset(unit.name for unit in plan.units))
+    return replace(plan, kept=frozenset(unit.name for unit in plan.units), tier=frozenset())
 
 
 def _begin(streamed: StreamedModel, plan: StreamPlan) -> WeightStream:

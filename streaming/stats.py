@@ -134,6 +134,7 @@ def _stream_words(stream: Mapping[str, int | float]) -> str:
     return (
         f"a pass: {stream['streamed_layers']} layers, through {format_size(stream['ring_bytes'])}; "
         f"{stream['resident_layers']} stay ({stream['hit_rate']:.0%} of the bytes)"
+        f"{f'; {format_size(held)} on the host' if (held := stream['host_bytes']) else ''}"
     )
 
 
@@ -147,13 +148,15 @@ def _expert_words(experts: Mapping[str, int | float]) -> str:
 
 def stream_facts(stream: WeightStream) -> dict[str, int | float]:
     """What of a model stays in memory and what is streamed, as it is now: layers that are there whole, others; bytes
-    that come anew in each pass, the share of all bytes that does not (`hit_rate`), bytes of the ring; and since the
-    load began: bytes that came through the ring, and those of them that no pass used."""
+    that come anew in each pass, the share of all bytes that does not (`hit_rate`), bytes of the ring, and of streamed
+    weights that the host has beside a GPU; and since the load began: bytes that came through the ring, those of them
+    that no pass used, and those that were copied from the host to a GPU."""
     plan, counts = stream.plan, stream.counts
     return {
         "resident_layers": len(plan.layers(kept=True)), "streamed_layers": len(plan.layers(kept=False)),
         "ring_bytes": plan.ring_nbytes, "pass_bytes": plan.pass_nbytes, "hit_rate": plan.hit_rate,
         "streamed_bytes": counts.streamed_nbytes, "unused_bytes": counts.unused_nbytes,
+        "host_bytes": stream.memory.held_nbytes, "copied_bytes": stream.memory.copied_nbytes,
     }  # fmt: skip
 
 

@@ -7,11 +7,11 @@ stay, and what is left for more experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from layers.topology import Topology
-from streaming.budget import Budget
+from streaming.budget import Budget, host_too_small, too_small
 from streaming.errors import BudgetError
 from streaming.load_plan import LoadPlan
 from streaming.options import LoadOptions
@@ -24,8 +24,6 @@ BudgetOf = Callable[[LoadPlan], Budget]  # without a limit
 
 def why_not_streamed(options: LoadOptions, topology: Topology) -> str | None:
     """Why nothing can be streamed in this load, in words; None where it can."""
-    if options.device != "cpu":
-        return f"weights are streamed on the CPU only, not on {options.device}"
     if not topology.is_single:
         return "weights are streamed on one rank only"
     if options.kernels == "fast":
@@ -69,27 +67,60 @@ def needs_of(plan: LoadPlan, budget_of: BudgetOf) -> Needs:
 
 
 def stream_within(
-    plan: LoadPlan, *, limit_nbytes: int, budget_of: BudgetOf, given_ring_nbytes: int | None = None
+    plan: LoadPlan,
+    *,
+    limit_nbytes: int,
+    budget_of: BudgetOf,
+    given_ring_nbytes: int | None = None,
+    host_limit: Callable[[], int | None] = lambda: None,
 ) -> tuple[LoadPlan, Budget]:
     """The same model, with what does not fit into the limit streamed; and its budget.
 
-    `given_ring_nbytes`: of a ring that is there already. Raises BudgetError with what is needed at the least.
+    `given_ring_nbytes`: of a ring that is there already. `host_limit`: of the host's memory beside a GPU's, asked where
+    there is one. Raises BudgetError with what is needed at the least.
     """
+    if plan.experts and (whole := budget_of(plan)).is_on_gpu:
+        raise too_small(plan, replace(whole, limit_nbytes=limit_nbytes), more="; experts come and go on the CPU only")
     needs = needs_of(plan, budget_of)
     room = limit_nbytes - needs.fixed_nbytes - needs.experts_nbytes
     ring, kept = _shared_out(needs.units, room, given_ring_nbytes)
     if ring > room:
         stay = needs.least_nbytes - needs.largest_nbytes
         raise BudgetError(
-            f"--memory {format_size(limit_nbytes)} is too small even to stream the weights: "
+            f"{budget_of(plan).flag} {format_size(limit_nbytes)} is too small even to stream the weights: "
             f"{format_size(stay + (given_ring_nbytes or needs.largest_nbytes))} are needed "
             f"({format_size(needs.largest_nbytes)} for the largest of them, {format_size(stay)} for what has to stay); "
             "try a smaller --max-model-len, or --quantization"
         )
     left = room - ring - sum(unit.nbytes for unit in needs.units if unit.name in kept)
     experts = needs.experts_nbytes + _for_experts(plan, left) if plan.experts else 0
-    found = without_units(plan, StreamPlan(needs.units, kept, ring, needs.has_table, experts))
-    return found, replace(budget_of(found), limit_nbytes=limit_nbytes)
+    stream = StreamPlan(needs.units, kept, ring, needs.has_table, experts)
+    found = without_units(plan, stream)
+    budget = budget_of(found)
+    if budget.is_on_gpu:
+        stream = _with_host_tier(stream, budget, host_limit())
+        found = replace(found, stream=stream)
+        budget = replace(budget, staging_nbytes=stream.staging_nbytes, tier_nbytes=stream.tier_nbytes)
+    return found, replace(budget, limit_nbytes=limit_nbytes)
+
+
+def _with_host_tier(stream: StreamPlan, budget: Budget, limit: int | None) -> StreamPlan:
+    """The plan with the units that the host keeps for a GPU, in what its own limit leaves beside what all others pass
+    through; none where nobody knows a limit. Raises BudgetError where not even that fits."""
+    stream = replace(stream, staging_nbytes=staging_nbytes(stream.units))
+    if limit is None:
+        return stream
+    budget = replace(budget, staging_nbytes=stream.staging_nbytes, tier_nbytes=0)
+    if budget.host_nbytes > limit:
+        raise host_too_small(budget, limit_nbytes=limit)
+    return replace(stream, tier=choose_kept(stream.streamed, room_nbytes=limit - budget.host_nbytes))
+
+
+def staging_nbytes(units: Sequence[Unit]) -> int:
+    """Page-locked memory that units pass through on their way to a GPU: one is read while one is copied. It is taken
+    when the first one comes that the host does not keep."""
+    sizes = [unit.nbytes for unit in units]
+    return min(sum(sizes), 2 * max(sizes, default=0))
 
 
 def _shared_out(units: tuple[Unit, ...], room: int, given_ring: int | None) -> tuple[int, frozenset[str]]:
@@ -116,5 +147,5 @@ def _least_experts_nbytes(plan: LoadPlan) -> int:
 
 def _for_experts(plan: LoadPlan, left_nbytes: int) -> int:
     """What more experts can take, beside the fewest."""
-    total = sum(one.plan.kept_nbytes for one in plan.experts)
+    total = sum(one.unit_nbytes(unit) for one in plan.experts for unit in one.units)
     return max(0, min(left_nbytes, total - _least_experts_nbytes(plan)))

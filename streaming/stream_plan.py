@@ -15,6 +15,8 @@ from itertools import count
 
 from layers.architecture import EMBED_WEIGHT
 from layers.weights import LayerSpec, ParamKind, ParamSpec, Section
+from quant.disk_forms.form import disk_tensors
+from quant.int4 import ORDER
 from quant.scheme import StoredSpec
 from quant.sections import rows_at_once
 from streaming.load_plan import LayerPlan, LoadItem, LoadPlan
@@ -82,6 +84,8 @@ class StreamPlan:
     ring_nbytes: int
     has_table: bool  # whether tokens have to be looked up in the embedding table
     experts_nbytes: int = 0  # memory for experts that come when tokens are routed to them
+    staging_nbytes: int = 0  # of the host's memory beside a GPU's: what units pass through on their way
+    tier: frozenset[str] = frozenset()  # streamed units that the host keeps, beside a GPU
 
     @property
     def streamed(self) -> tuple[Unit, ...]:
@@ -115,6 +119,16 @@ class StreamPlan:
         return sum(unit.again_nbytes for unit in self.streamed)
 
     @property
+    def tier_nbytes(self) -> int:
+        """Bytes of streamed units that the host keeps, beside a GPU."""
+        return sum(unit.nbytes for unit in self.units if unit.name in self.tier)
+
+    @property
+    def pass_disk_nbytes(self) -> int:
+        """Bytes that are read from the disk in each pass, once the host has what it keeps."""
+        return sum(unit.again_nbytes for unit in self.streamed if unit.name not in self.tier)
+
+    @property
     def hit_rate(self) -> float:
         """The share of the bytes of all units that is in memory when a pass begins, whatever the ring holds."""
         total = sum(unit.nbytes for unit in self.units)
@@ -134,6 +148,21 @@ def is_streamable(param: ParamSpec, layer: str) -> bool:
     return param.kind is ParamKind.HEAD or (param.kind is ParamKind.EMBEDDING and layer == "head")
 
 
+def lies_as_stored(item: LoadItem) -> bool:
+    """Whether the item's bytes in its file are its stored form; what the plan of a load to the CPU calls direct."""
+    if item.stored is not None:
+        return item.stored != ORDER
+    if item.sections != 1 and not item.leaf:
+        return False  # one tensor that is strewn over several sections
+    if not item.tensor.is_plain or item.tensor.strides is not None or item.tensor.row_unit > 1:
+        return False
+    if not item.leaf:
+        return not item.param.is_quantized and item.tensor.dtype is item.param.dtype
+    of = (item.param.whole.run_rows[item.disk_run], item.param.whole.shape[1])
+    as_is = any(one.as_is and one.leaf == item.leaf for one in disk_tensors(item.form, *of))
+    return item.param.kept_as_stored and as_is
+
+
 def units_of(plan: LoadPlan, *, has_table: bool) -> tuple[Unit, ...]:
     """Every unit of a plan, in the order of use. A tied table is the head's weight, unless that is quantized; with
     `has_table` it stays where it is, since tokens are looked up in it."""
@@ -143,9 +172,14 @@ def units_of(plan: LoadPlan, *, has_table: bool) -> tuple[Unit, ...]:
         for param in layer.spec.params:
             is_table = param.kind is ParamKind.EMBEDDING
             if is_streamable(param, layer.name) and not (is_table and (has_head or has_table)):
-                items = tuple(item for item in layer.items if item.param.name == param.name)
+                items = tuple(_as_unit(item) for item in layer.items if item.param.name == param.name)
                 found += _units(param, layer.name, items)
     return tuple(found)
+
+
+def _as_unit(item: LoadItem) -> LoadItem:
+    """The item as a unit reads it: into memory of the host, also where the device is another."""
+    return replace(item, direct=True) if not item.direct and lies_as_stored(item) else item
 
 
 def _units(param: ParamSpec, layer: str, items: tuple[LoadItem, ...]) -> Iterator[Unit]:

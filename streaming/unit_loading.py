@@ -20,22 +20,24 @@ import torch
 from layers.parallel import SingleGroup
 from layers.topology import Topology
 from layers.weights import LayerSpec
-from quant.scheme import StoredSpec
 from streaming.accounts import Accounts
-from streaming.device import Device, view_of
+from streaming.device import Device
 from streaming.errors import LayerLoadError, StreamClosedError
 from streaming.item_bytes import ItemBytes
 from streaming.item_storing import ItemStoring, item_failure, wide_numbers
 from streaming.item_words import log_item
 from streaming.load_plan import LoadItem
 from streaming.residency import Residency
-from streaming.ring import ALIGNMENT
 from streaming.stages import item_views
 from streaming.stream_plan import Unit
 from streaming.trace import Tracer
+from streaming.unit_memory import Place
 from streaming.weight_checks import WeightChecks
 
 logger = logging.getLogger(__name__)
+RATED_NBYTES = 1 << 20  # of reads that are timed
+RATED_READS = 16
+MEMORY_RATE = 1 << 30  # bytes a second of one thread: page caches give several times as much, most disks less
 Stored = Mapping[str, torch.Tensor]
 
 
@@ -80,38 +82,48 @@ class UnitLoading:
     topology: Topology = field(default_factory=Topology)
 
     def __post_init__(self) -> None:
+        self.read_rate = 0.0  # bytes a second of a read, on the average of the last ones
         self._noting = threading.Lock()  # of accounts and checks, which know no threads
         self._accounts: dict[str, Accounts] = {}  # of units that come for the first time
         self._seen: set[str] = set()  # units that have come whole
         self._kept: set[str] = set()  # and of which the stored form is on disk
+
+    @property
+    def copies(self) -> bool:
+        """Whether what is read comes from memory, not from a disk: then it is a processor that reading takes."""
+        return self.read_rate > MEMORY_RATE
 
     def begin(self, unit: Unit) -> None:
         """The unit is about to be loaded, from its first item on: what an earlier load had of it was given up."""
         with self._noting:
             self._accounts.pop(unit.name, None)
 
-    def load(self, unit: Unit, items: Sequence[LoadItem], tensors: Stored) -> None:
-        """Bring some items of a unit, or all that it is made of, into its tensors.
+    def load(self, unit: Unit, items: Sequence[LoadItem], place: Place) -> None:
+        """Bring some items of a unit, or all that it is made of, to its place: what is read lands on the host, what is
+        made is made where it is computed with.
 
         Raises LayerLoadError (layer, stage, tensor), StreamClosedError.
         """
+        if place.is_filled:
+            return
         if unit.is_straight:
             for item in items:
-                self._read(unit, item, tensors)
-        elif not self._read_kept(unit, tensors):
-            self._make(unit, items, tensors)
+                self._read(unit, item, place.landed)
+        elif not self._read_kept(unit, place.landed):
+            self._make(unit, items, place)
 
-    def settle(self, unit: Unit, tensors: Stored) -> None:
+    def settle(self, unit: Unit, place: Place) -> None:
         """The unit is whole: what is wrong with its numbers is said the first time. Raises LayerLoadError."""
         with self._noting:
             if unit.name in self._seen:
                 return
             self._seen.add(unit.name)
             for item in unit.items if unit.is_straight else ():
-                self.checks.add(item, *item_views(item, tensors).values())
+                self.checks.add(item, *item_views(item, place.landed).values())
             if (accounts := self._accounts.pop(unit.name, None)) is not None:
                 accounts.check()
-            self.checks.settle(strict=self.check_weights, warn=self.warn)
+            with self.device.working():
+                self.checks.settle(strict=self.check_weights, warn=self.warn)
 
     def keep(self, unit: Unit, tensors: Stored) -> None:
         """Write the stored form of a unit to the cache, if that is worth while and it is not there."""
@@ -162,21 +174,24 @@ class UnitLoading:
                         args={"nbytes": nbytes})  # fmt: skip
         return True
 
-    def _make(self, unit: Unit, items: Sequence[LoadItem], tensors: Stored) -> None:
+    def _make(self, unit: Unit, items: Sequence[LoadItem], place: Place) -> None:
         storing = ItemStoring(SingleGroup().maximum)
+        self.device.hold_back(place.behind)
+        place.is_made = True
         for item in items:
             if unit.name not in self._seen:
                 log_item(item, topology=self.topology)
             with self._stage(item, "read", nbytes=item.read_nbytes):
                 raw = self._bring(item, None)
-            with self._stage(item, "slice"):
-                wide = wide_numbers(item, raw, self.device, tensors)
+            with self._stage(item, "slice"), self.device.working():
+                wide = wide_numbers(item, raw, self.device, place.stored)
             if unit.name not in self._seen:
                 self._note(unit, item)
-                with self._noting:
+                with self._noting, self.device.working():
                     self.checks.add(item, wide)
-            with self._stage(item, "quantize"):
-                storing.store(item, wide, tensors)
+            with self._stage(item, "quantize"), self.device.working():
+                storing.store(item, wide, place.stored)
+                del wide  # on the stream that it belongs to
 
     def _bring(self, item: LoadItem, into: torch.Tensor | None) -> torch.Tensor:
         with self.items.passing_by(item) if self.drop_behind else nullcontext():
@@ -200,15 +215,7 @@ class UnitLoading:
             raise
         except Exception as error:
             raise item_failure(item, stage, error) from error
-        self.tracer.add(
-            stage, item.tensor.name, start_s=begin_s, end_s=time.monotonic(), layer=item.layer, args=args
-        )  # fmt: skip
-
-
-def stored_views(memory: torch.Tensor, storage: Mapping[str, StoredSpec]) -> dict[str, torch.Tensor]:
-    """Tensors of these specs in memory, one behind the other at aligned addresses."""
-    found, offset = {}, 0
-    for name, spec in storage.items():
-        found[name] = view_of(memory, offset, spec)
-        offset += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
-    return found
+        end_s = time.monotonic()
+        if stage == "read" and item.read_nbytes >= RATED_NBYTES:
+            self.read_rate += (item.read_nbytes / max(1e-6, end_s - begin_s) - self.read_rate) / RATED_READS
+        self.tracer.add(stage, item.tensor.name, start_s=begin_s, end_s=end_s, layer=item.layer, args=args)

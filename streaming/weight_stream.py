@@ -26,9 +26,8 @@ from streaming.load_plan import LoadItem
 from streaming.residency import Residency
 from streaming.ring import Ring
 from streaming.stream_plan import MAKING_THREADS, StreamPlan, Unit
-from streaming.unit_loading import Stored, UnitLoading, stored_views
-
-READING_THREADS = 2  # of those that bring units: more fill no disk better, and take a core from the products
+from streaming.unit_loading import Stored, UnitLoading
+from streaming.unit_memory import CpuUnits, Place, UnitMemory
 
 
 @dataclass(eq=False)
@@ -36,10 +35,11 @@ class _Entry:
     """A unit that is there or on its way. `todo`: its items nobody has taken; `left`: those that are not there yet."""
 
     unit: Unit
-    tensors: Stored
+    place: Place
     offset: int | None  # in the ring; None: memory of its own, which it keeps
     todo: deque[tuple[LoadItem, ...]]
     left: int
+    may_be_made: bool  # on this machine's processors, where its stored form is not found
     users: int = 0  # the forward thread, and whoever writes it to the stored cache
     is_dropped: bool = False
 
@@ -66,6 +66,7 @@ class WeightStream:
     loading: UnitLoading
     residency: Residency
     forget: Callable[[str], None]
+    memory: UnitMemory = field(default_factory=CpuUnits)
     counts: StreamCounts = field(default_factory=StreamCounts)
 
     def __post_init__(self) -> None:
@@ -73,7 +74,7 @@ class WeightStream:
         self._index = {unit.name: index for index, unit in enumerate(self.units)}
         self._of_param = {(unit.param.name, unit.first): unit for unit in self.units}
         self._loaded = set(self.plan.loaded)
-        self._memory = own_memory(self.plan.ring_nbytes)
+        self._memory = self.memory.take(self.plan.ring_nbytes)
         self._ring = Ring(self.plan.ring_nbytes)
         self._live: dict[str, _Entry] = {}  # in the ring, or on its way: in the order in which they were begun
         self._own: dict[str, _Entry] = {}  # those that have come to stay
@@ -113,7 +114,8 @@ class WeightStream:
         try:
             if entry is not None:
                 self.residency.lease_unit(unit.layer, unit.name, stop=stop)
-            yield None if entry is None else entry.tensors
+                self.memory.lease(entry.place)
+            yield None if entry is None else entry.place.stored
         finally:
             self._release(unit, entry)
 
@@ -167,6 +169,7 @@ class WeightStream:
     def _free(self, entry: _Entry) -> None:
         assert entry.offset is not None
         self.residency.withdraw_unit(entry.unit.name)
+        self.memory.leave(entry.place)
         del self._live[entry.unit.name]
         self._ring.free(entry.offset)
         self._changed.notify_all()
@@ -177,8 +180,9 @@ class WeightStream:
                 self._users[unit.name] -= 1
             else:
                 entry.users -= 1
-                if not entry.users and entry.offset is not None:
-                    entry.is_dropped = True
+                if entry.offset is not None:
+                    self.memory.used()
+                    entry.is_dropped = True  # it goes as soon as nobody writes it to the stored cache any more
                     entry.left -= len(entry.todo)  # where the wait for it was given up
                     entry.todo.clear()
                     self._free_dropped(entry)
@@ -203,11 +207,12 @@ class WeightStream:
         good: its size is the plan's where there was none."""
         with self._changed:
             if not self.plan.ring_nbytes:
-                self._memory, self._ring = own_memory(plan.ring_nbytes), Ring(plan.ring_nbytes)
+                self._memory, self._ring = self.memory.take(plan.ring_nbytes), Ring(plan.ring_nbytes)
             self.plan = plan if not self.plan.ring_nbytes else replace(plan, ring_nbytes=self.plan.ring_nbytes)
             going = [unit for unit in self.units if unit.name not in plan.kept]
             self._changed.wait_for(lambda: self._stopped or all(self._evict(unit) for unit in going))
             self._raise_if_ended()
+            self.memory.change(self.plan)
             self._changed.notify_all()
 
     def _evict(self, unit: Unit) -> bool:
@@ -223,6 +228,7 @@ class WeightStream:
         if entry.users:
             return False
         self.residency.withdraw_unit(unit.name)
+        self.memory.give_back(entry.place)
         del self._own[unit.name]
         return True
 
@@ -239,7 +245,7 @@ class WeightStream:
 
     def start(self) -> None:
         """Begin to bring units."""
-        for number in range(READING_THREADS):
+        for number in range(self.memory.threads):
             thread = threading.Thread(target=self._work, name=f"firstlayer-stream-{number}", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -256,6 +262,7 @@ class WeightStream:
         for thread in self._threads:
             thread.join()
         self.loading.close()
+        self.memory.close()
         self._live.clear()
         self._own.clear()
         self._memory = own_memory(0)
@@ -263,14 +270,13 @@ class WeightStream:
     def _work(self) -> None:
         torch.set_num_threads(1)  # thread-local, as is the next
         with torch.inference_mode():
-            while (job := self._take()) is not None:
-                entry, items = job
-                try:
-                    self._carry_out(entry, items)
-                except StreamClosedError as error:
-                    self._end(None if self._stopped else error)
-                except Exception as error:
-                    self._end(error)
+            try:
+                while (job := self._take()) is not None:
+                    self._carry_out(*job)
+            except StreamClosedError as error:
+                self._end(None if self._stopped else error)
+            except Exception as error:
+                self._end(error)
 
     def _take(self) -> tuple[_Entry, tuple[LoadItem, ...]] | None:
         """The next items to load, and of which unit; None at the end."""
@@ -284,26 +290,27 @@ class WeightStream:
 
     def _next_job(self) -> tuple[_Entry, tuple[LoadItem, ...]] | None:
         for entry in self._live.values():
-            if entry.todo and (entry.unit.is_straight or self._making < MAKING_THREADS):
-                self._making += not entry.unit.is_straight
+            if entry.todo and (not entry.may_be_made or self._making < MAKING_THREADS):
+                self._making += entry.may_be_made
                 return entry, entry.todo.popleft()
         return None
 
     def _begin(self) -> bool:
         """Set memory aside for the unit that comes next; False where there is none, or no room."""
         unit = self._upcoming()
-        if unit is None:
+        if unit is None or not self.memory.has_room(unit):
             return False
         if unit.name in self.plan.kept:
-            offset, memory = None, own_memory(unit.nbytes)
+            offset, memory = None, self.memory.take(unit.nbytes)
         else:
             offset = self._ring.place(unit.nbytes)
             if offset is None:
                 return False
             memory = self._memory[offset : offset + unit.nbytes]
         self.loading.begin(unit)
-        todo = deque(((item,) for item in unit.items) if unit.is_straight else (unit.items,))
-        self._live[unit.name] = _Entry(unit, stored_views(memory, unit.storage), offset, todo, len(todo))
+        place = self.memory.place(unit, memory)
+        todo = deque(((item,) for item in unit.items) if unit.is_straight and not place.is_filled else (unit.items,))
+        self._live[unit.name] = _Entry(unit, place, offset, todo, len(todo), not (unit.is_straight or place.is_filled))
         self._next = self._index[unit.name] + 1
         self._changed.notify_all()
         return True
@@ -321,10 +328,10 @@ class WeightStream:
 
     def _carry_out(self, entry: _Entry, items: tuple[LoadItem, ...]) -> None:
         try:
-            self.loading.load(entry.unit, items, entry.tensors)
+            self.loading.load(entry.unit, items, entry.place)
         finally:
             with self._changed:
-                self._making -= not entry.unit.is_straight
+                self._making -= entry.may_be_made
                 entry.left -= 1
                 is_whole = entry.left == 0 and not entry.is_dropped
                 entry.users += is_whole  # until it is written to the stored cache, where it is
@@ -336,14 +343,17 @@ class WeightStream:
 
     def _finish(self, entry: _Entry) -> None:
         try:
-            self.loading.settle(entry.unit, entry.tensors)
+            self.loading.settle(entry.unit, entry.place)
+            self.memory.arrive(entry.unit, entry.place)
             with self._changed:
                 if entry.offset is None:
                     self._own[entry.unit.name] = self._live.pop(entry.unit.name)
                 self.residency.publish_unit(entry.unit.layer, entry.unit.name)
-            self.loading.keep(entry.unit, entry.tensors)
+            self.memory.landed(entry.unit, entry.place)
+            self.loading.keep(entry.unit, entry.place.landed)
         finally:
             with self._changed:
+                self.memory.leave(entry.place)
                 entry.users -= 1
                 if not entry.users and entry.is_dropped:
                     self._free_dropped(entry)

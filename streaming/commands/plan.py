@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from streaming import cli
+from streaming.budget import Budget
 from streaming.options import READ_SHARING
 from streaming.plan import LayerPlan
 from streaming.prepare import Prepared, prepare
@@ -68,6 +69,7 @@ def plan_dict(prepared: Prepared, rates: list[int], ranks: Sequence[RankShare]) 
             "weights": budget.kept_nbytes, "window": budget.window_nbytes, "conversion": budget.convert_nbytes,
             "kv_cache": budget.cache_nbytes, "packed": budget.packed_nbytes, "file": budget.file_nbytes,
             "ring": budget.ring_nbytes, "experts": budget.experts_nbytes, "total": budget.peak_nbytes,
+            "host_total": budget.host_nbytes,
         },
         "limit_bytes": budget.limit_nbytes,
         "stream": _stream_dict(plan.stream),
@@ -101,7 +103,8 @@ def _stream_dict(stream: StreamPlan | None) -> dict[str, object]:
     return {
         "resident_layers": stream.layers(kept=True), "streamed_layers": stream.layers(kept=False),
         "pass_bytes": stream.pass_nbytes, "ring_bytes": stream.ring_nbytes, "hit_rate": round(stream.hit_rate, 4),
-        "experts_bytes": stream.experts_nbytes,
+        "experts_bytes": stream.experts_nbytes, "host_bytes": stream.tier_nbytes,
+        "staging_bytes": stream.staging_nbytes, "disk_bytes": stream.pass_disk_nbytes,
     }  # fmt: skip
 
 
@@ -111,11 +114,17 @@ def _stream_lines(stream: StreamPlan | None, rates: list[int]) -> Iterator[str]:
         return
     streamed, resident = stream.layers(kept=False), stream.layers(kept=True)
     if streamed:
-        times = ", ".join(f"{stream.pass_read_nbytes / rate:.2f} s at {format_size(rate)}/s" for rate in rates)
+        times = ", ".join(f"{stream.pass_disk_nbytes / rate:.2f} s at {format_size(rate)}/s" for rate in rates)
         yield (
             f"streamed: {len(streamed)} layers, {format_size(stream.pass_nbytes)} in each pass through "
             f"{format_size(stream.ring_nbytes)}; {len(resident)} stay whole, {stream.hit_rate:.0%} of the bytes"
         )
+        if stream.staging_nbytes:
+            yield (
+                f"streamed to the GPU: {format_size(stream.tier_nbytes)} stay on the host, "
+                f"{format_size(stream.pass_disk_nbytes)} of each pass come from the disk through "
+                f"{format_size(stream.staging_nbytes)}"
+            )
         yield f"a pass not below {times}"
     if stream.experts_nbytes:
         yield f"experts: in {format_size(stream.experts_nbytes)}, as tokens are routed to them"
@@ -138,12 +147,13 @@ def plan_lines(prepared: Prepared, rates: list[int], ranks: Sequence[RankShare])
         f"{'total':<{width}} {len(plan.all_items):>6} "
         f"{format_size(plan.read_nbytes):>12} {format_size(plan.kept_nbytes):>12}"
     )
+    window = "" if budget.is_on_gpu else f"window {format_size(budget.window_nbytes)}, "
+    files = 0 if budget.is_on_gpu else budget.file_nbytes
     peak = (
-        f"peak {format_size(budget.peak_nbytes)}: weights {format_size(budget.kept_nbytes)}, window "
-        f"{format_size(budget.window_nbytes)}, conversion {format_size(budget.convert_nbytes)}, KV cache "
+        f"peak {format_size(budget.peak_nbytes)}: weights {format_size(budget.kept_nbytes)}, {window}conversion {format_size(budget.convert_nbytes)}, KV cache "
         f"{format_size(budget.cache_nbytes)}{_cache_words(prepared)}"
         f"{f', packed copies {format_size(budget.packed_nbytes)}' if budget.packed_nbytes else ''}"
-        f"{f', held by the reader {format_size(budget.file_nbytes)}' if budget.file_nbytes else ''}"
+        f"{f', held by the reader {format_size(files)}' if files else ''}"
         f"{f', ring {format_size(budget.ring_nbytes)}' if budget.ring_nbytes else ''}"
         f"{f', experts {format_size(budget.experts_nbytes)}' if budget.experts_nbytes else ''}; limit "
         f"{format_size(budget.limit_nbytes) if budget.limit_nbytes else 'none'}"
@@ -159,9 +169,21 @@ def plan_lines(prepared: Prepared, rates: list[int], ranks: Sequence[RankShare])
     soonest = f"first token not before {times} (bytes read over bandwidth{', without experts' if plan.experts else ''})"
     streamed = _stream_lines(plan.stream, rates)
     return [
-        title, *_mesh_lines(prepared), head, *rows, total, *unused, peak, *streamed, reading, soonest,
+        title, *_mesh_lines(prepared), head, *rows, total, *unused, peak, *_host_lines(budget), *streamed, reading, soonest,
         *_rank_lines(ranks),
     ]  # fmt: skip
+
+
+def _host_lines(budget: Budget) -> Iterator[str]:
+    """What the host's memory takes beside a GPU's."""
+    if budget.is_on_gpu:
+        yield (
+            f"on the host {format_size(budget.host_nbytes)}: window {format_size(budget.window_nbytes)}, conversion "
+            f"{format_size(budget.host_convert_nbytes)}"
+            f"{f', held by the reader {format_size(budget.file_nbytes)}' if budget.file_nbytes else ''}"
+            f"{f', staging {format_size(budget.staging_nbytes)}' if budget.staging_nbytes else ''}"
+            f"{f', weights {format_size(budget.tier_nbytes)}' if budget.tier_nbytes else ''}"
+        )
 
 
 def _mesh_lines(prepared: Prepared) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from streaming import cli
@@ -38,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     asked = cli.load_options(options)
     check_weights_only(asked, command="quantize")
     check_out(options.out)
-    prepared = prepare(options.model, replace(asked, memory=None))  # of the model one layer is held, not the whole
+    prepared = prepare(options.model, asked.within_memory(None))  # of the model one layer is held, not the whole
     if options.out.resolve() == prepared.checkpoint.root.resolve():
         raise OptionError(f"OUT {options.out}: is the model's own folder")
     folder = plan_folder(prepared, max_shard_nbytes=max_shard_nbytes)

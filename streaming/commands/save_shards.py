@@ -73,7 +73,7 @@ def _plans(model: str, asked: LoadOptions) -> Iterator[Prepared]:
     topology = asked.topology()
     cores = core_count()
     threads = asked.threads or (None if topology.tensor == 1 else max(1, cores // topology.tensor))
-    options = replace(asked, memory=None, threads=threads)
+    options = replace(asked.within_memory(None), threads=threads)
     return (prepare(model, options, rank=rank) for rank in range(topology.world))
 
 

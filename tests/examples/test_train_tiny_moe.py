@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,15 @@ TINY = TinyMoE(
 )
 OPTIONS = "--layers 2 --hidden-size 32 --heads 2 --kv-heads 1 --head-dim 16 --experts 8 --expert-size 16 --batch 2"
 TEXT = b"The quick brown fox jumps over the lazy dog. " * 40
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Products so small only wait for each other's threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +82,10 @@ def test_the_command_line_trains_writes_and_says_what_is_too_short(
 ) -> None:
     text = tmp_path / "text"
     text.write_bytes(TEXT)
-    threads = torch.get_num_threads()
-    try:
-        main([str(tmp_path / "moe"), "--text", str(text), *OPTIONS.split(), "--steps", "2", "--length", "16",
-              "--trace", str(tmp_path / "routing.json"), "--trace-tokens", "32"])  # fmt: skip
-        with pytest.raises(SystemExit):
-            main([str(tmp_path / "moe"), "--text", str(text), "--trace-tokens", "1900"])
-    finally:
-        torch.set_num_threads(threads)
+    main([str(tmp_path / "moe"), "--text", str(text), *OPTIONS.split(), "--steps", "2", "--length", "16",
+          "--trace", str(tmp_path / "routing.json"), "--trace-tokens", "32"])  # fmt: skip
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "moe"), "--text", str(text), "--trace-tokens", "1900"])
     assert "the text of 1800 bytes is too short" in capsys.readouterr().err
     compare(["--trace", str(tmp_path / "routing.json")])
     assert "| 0.25 |" in capsys.readouterr().out

@@ -24,7 +24,7 @@ def limits_of(folder: Path, **options: Any) -> tuple[int, int]:
 def with_experts_apart(prepared: Prepared) -> Any:
     from streaming.expert_plan import with_experts_apart as apart
 
-    return apart(prepared.plan, prepared.options, saved=False)
+    return apart(prepared.plan, prepared.options)
 
 
 def limit_of(folder: Path, share: float, **options: Any) -> int:

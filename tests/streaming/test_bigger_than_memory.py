@@ -202,7 +202,7 @@ def test_a_limit_that_is_too_small_even_to_stream_says_what_is_needed(tiny_folde
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    ({"device": "cuda"}, "on the CPU only, not on cuda"), ({"tensor_parallel_size": 2}, "on one rank only"),
+    ({"tensor_parallel_size": 2}, "on one rank only"),
     ({"kernels": "fast"}, "--kernels fast keeps packed copies"),
     ({"safetensors_load_strategy": "eager"}, "eager reads whole files"),
 ])  # fmt: skip

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from examples.write_tiny_model import TinyModel, write_tiny_model
 from quant.dtypes import DType
@@ -75,3 +77,22 @@ def test_the_prompts_rows_are_those_of_the_file_that_was_planned(tmp_path: Path)
         pytest.raises(LayerLoadError, match="was changed, or replaced, during the load"),
     ):
         rows.fetch([3])
+
+
+def test_rows_of_ever_new_tokens_do_not_become_the_whole_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny_model(tmp_path / "model", model=TinyModel(layers=1))
+    table = prepare(str(folder), LoadOptions()).plan.table
+    monkeypatch.setattr("streaming.embedding_rows.KEPT_NBYTES", 10 * table.row_nbytes)
+    files = [load_file(path) for path in folder.glob("*.safetensors")]
+    (whole,) = (tensors[table.name] for tensors in files if table.name in tensors)
+    with closing(EmbeddingRows(table, dtype=DType.BF16)) as rows:
+        assert torch.equal(rows.fetch([3, 5, 3]), whole[[3, 5, 3]])
+        assert rows.read_nbytes == 2 * table.row_nbytes
+        rows.fetch([5, 3])
+        assert rows.read_nbytes == 2 * table.row_nbytes
+        for first in range(0, 150, 6):
+            ids = list(range(first, first + 6))
+            assert torch.equal(rows.fetch(ids), whole[ids])
+            assert len(rows._rows) <= 10
+        many = list(range(40))
+        assert torch.equal(rows.fetch(many), whole[many])  # more than are kept
