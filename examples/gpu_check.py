@@ -30,6 +30,7 @@ import torch
 
 from examples.gpu_kernels import Timed, kernel_table, time_kernels
 from examples.gpu_measure import ONE_BILLION, Gpu, copy_rate, write_random_checkpoint
+from examples.gpu_streaming import StreamedRun, run_streamed
 from examples.write_tiny_model import ARCHITECTURES, TinyModel, write_tiny_model
 from layers.kv_cache import kv_cache_nbytes
 from quant.registry import scheme_names
@@ -50,6 +51,7 @@ PACKAGES = {
 PROMPT_TOKENS, ANSWER_TOKENS = 32, 8
 MEMORY_SLACK = 1.1  # of what the plan knows: kept weights, KV cache and the window (for items on their way)
 QUANTIZED_SHARE = 0.8  # of the wide weights: what a quantized load may take at its peak
+STREAM_LIMIT = 1.3  # times the bytes of a token over the copy rate
 SPEED_LIMIT = 4.0  # times the slower of reading and copying: a guard against a broken pipeline, not an aim
 
 
@@ -294,6 +296,41 @@ def _differences(before: dict[str, object], after: dict[str, object]) -> list[st
     return [f"{name}: {before[name]} before, {after[name]} after" for name in before if before[name] != after[name]]
 
 
+# --- a model that does not fit
+
+
+def check_streamed(folder: Path, gpu: Gpu, scheme: str) -> Claim:
+    """Within a limit that the weights do not fit into: the bits of a load without, and the limit is kept."""
+    return judge_streamed(run_streamed(folder, gpu, scheme), scheme)
+
+
+def judge_streamed(run: StreamedRun, scheme: str) -> Claim:
+    """Bits, memory, and that what the host keeps was read once; the time of a token is told, see `judge_token`."""
+    facts = {
+        "limit_bytes": run.limit, "peak_bytes": run.device_peak, "host_bytes": run.host_nbytes,
+        "largest_difference": run.largest_difference, "read_again": run.read_again, **_token_facts(run),
+    }  # fmt: skip
+    holds = run.same_bits and run.device_peak <= run.limit and run.read_again == 0
+    return Claim(f"streamed within a limit {scheme}", holds, facts)
+
+
+def check_token(folder: Path, gpu: Gpu) -> Claim:
+    """A token takes as long as its bytes take from the host's memory."""
+    return judge_token(run_streamed(folder, gpu, "none"))
+
+
+def judge_token(run: StreamedRun) -> Claim:
+    """The verdict on measured seconds."""
+    return Claim("time of a streamed token", run.token_s <= STREAM_LIMIT * run.copy_s, _token_facts(run))
+
+
+def _token_facts(run: StreamedRun) -> dict[str, object]:
+    return {
+        "pass_bytes": run.pass_nbytes, "token_s": round(run.token_s, 5), "copy_s": round(run.copy_s, 5),
+        "token_over_copy": round(run.token_s / max(run.copy_s, 1e-9), 2),
+    }  # fmt: skip
+
+
 # --- products of stored weights
 
 
@@ -331,6 +368,8 @@ def checks(folder: Path, gpu: Gpu, *, large: TinyModel) -> Iterator[tuple[str, C
     for scheme in scheme_names():
         yield f"memory {scheme}", partial(check_memory, random, gpu, scheme)
         yield f"no waits {scheme}", partial(check_no_waits, random, gpu, scheme)
+        yield f"streamed {scheme}", partial(check_streamed, random, gpu, scheme)
+    yield "streamed token", partial(check_token, random, gpu)
     yield "close", partial(check_close, random, gpu)
     yield "speed", partial(check_speed, random, gpu)
     yield "products", partial(check_kernels, gpu)

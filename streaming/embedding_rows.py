@@ -41,7 +41,7 @@ class EmbeddingRows:
             raise LayerLoadError("embed", "read", table.name, error) from error
 
     def fetch(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """[len(token_ids), hidden]; a row that was just read is not read again. Raises LayerLoadError naming the file."""
+        """[len(token_ids), hidden]; a row that was just read is not read again. Raises LayerLoadError with the file."""
         missing = sorted(set(token_ids) - self._rows.keys())
         if missing and len(self._rows) + len(missing) > self._most_rows:  # else they would become the table
             self._rows.clear()

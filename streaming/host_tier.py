@@ -7,6 +7,7 @@ of the speed, and the host waits for it), each unit by itself, so that what is k
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,13 +31,14 @@ class Landing:
     memory: torch.Tensor
     tensors: Mapping[str, torch.Tensor]
     slot: int | None = None
+    is_locked: bool = False  # whether that was tried
     is_filled: bool = False
     users: int = 0
     is_going: bool = False  # not kept any more, once nobody uses it
 
 
 class HostTier:
-    """The memory of one stream. To be used under one lock; whoever holds a landing fills or reads it without."""
+    """The memory of one stream. To be used under one lock, but for `lock`; whoever holds a landing fills it without."""
 
     def __init__(self, device: CudaDevice, plan: StreamPlan, *, warn: Callable[[str], None]) -> None:
         """Takes no memory yet."""
@@ -47,6 +49,7 @@ class HostTier:
         self._staging: torch.Tensor | None = None
         self._locked: dict[int, torch.Tensor] = {}  # by address
         self._is_refused = False
+        self._locking = threading.Lock()
 
     @property
     def held_nbytes(self) -> int:
@@ -66,17 +69,24 @@ class HostTier:
         if self.keeps(unit):
             landing = self._kept.get(unit.name)
             if landing is None:
-                memory = self._take(unit.nbytes)
+                memory = own_memory(unit.nbytes)
                 landing = self._kept[unit.name] = Landing(memory, views(memory, unit.storage))
         else:
             if self._staging is None:
-                self._staging = self._take(self._ring.capacity)
+                self._staging = own_memory(self._ring.capacity)
+                self._lock(self._staging)
             slot = self._ring.place(unit.nbytes)
             assert slot is not None
             memory = self._staging[slot : slot + unit.nbytes]
-            landing = Landing(memory, views(memory, unit.storage), slot)
+            landing = Landing(memory, views(memory, unit.storage), slot, is_locked=True)
         landing.users += 1
         return landing
+
+    def lock(self, landing: Landing) -> None:
+        """Page-lock a landing before its first copy, without the lock of the others: it takes as long as a read."""
+        if not landing.is_locked:
+            landing.is_locked = True
+            self._lock(landing.memory)
 
     def leave(self, landing: Landing) -> None:
         """The landing's bytes are on the device, or are not wanted any more; no copy runs."""
@@ -105,20 +115,21 @@ class HostTier:
         self._kept.clear()
         self._staging = None
 
-    def _take(self, nbytes: int) -> torch.Tensor:
-        memory = own_memory(nbytes)
-        code = 0 if self._is_refused or not nbytes else self._device.page_lock(memory)
-        if code != 0:
+    def _lock(self, memory: torch.Tensor) -> None:
+        with self._locking:
+            if self._is_refused or not memory.numel():
+                return
+            code = self._device.page_lock(memory)
+            if code == 0:
+                self._locked[memory.data_ptr()] = memory
+                return
             self._is_refused = True  # the next would be refused too, and each failed call costs time
-            self._warn(
-                f"page-locking {format_size(nbytes)} of the host's memory failed with CUDA error {code}: weights go to "
-                "the GPU by way of the driver's own buffers, slower (a smaller --host-memory may help)"
-            )
-            with suppress(RuntimeError):  # CUDA keeps the error for the next launch of this thread: this one takes it
-                torch.empty(1, device=self._device.torch_device).fill_(1)
-        elif nbytes and not self._is_refused:
-            self._locked[memory.data_ptr()] = memory
-        return memory
+        self._warn(
+            f"page-locking {format_size(memory.numel())} of the host's memory failed with CUDA error {code}: weights "
+            "go to the GPU by way of the driver's own buffers, slower (a smaller --host-memory may help)"
+        )
+        with suppress(RuntimeError):  # CUDA keeps the error for the next launch of this thread: this one takes it
+            torch.empty(1, device=self._device.torch_device).fill_(1)
 
     def _give_back(self, memory: torch.Tensor) -> None:
         if self._locked.pop(memory.data_ptr(), None) is not None:

@@ -22,6 +22,7 @@ from layers.sampling_params import SamplingParams
 from streaming.clock import RunClock
 from streaming.draft_plan import DraftPlan, draft_beside, prepare_with_draft
 from streaming.errors import OptionError, StreamClosedError
+from streaming.free_memory import within_free_memory
 from streaming.hooks import Hooks
 from streaming.interrupts import interrupt_kept
 from streaming.options import LoadOptions
@@ -123,6 +124,7 @@ async def open_llm(
     tracer, clock = Tracer(), RunClock(start_s=time.monotonic())
     plan = partial(prepare_with_draft, str(model), LoadOptions(**options), draft_model=draft_model)
     prepared, draft = await anyio.to_thread.run_sync(plan)
+    prepared = within_free_memory(prepared)
     async with _stack_closed_in_a_thread() as stack:
         hub = _open_ranks(prepared, stack)
         prepared = _own_options(prepared)
@@ -229,7 +231,7 @@ class LLM:
         draft: DraftPlan | None = None,
     ) -> None:
         self.tracer, self.clock = Tracer(), clock
-        stack = ExitStack()
+        stack, prepared = ExitStack(), within_free_memory(prepared)
         try:
             hub = _open_ranks(prepared, stack)
             self.prepared = _own_options(prepared)

@@ -58,6 +58,7 @@ class Prepared:
     model: str = ""  # its name, as it was given
     whole: LoadPlan | None = None  # the plan where everything stays in memory; None: `plan` is that
     budget_of: BudgetOf | None = None  # without a limit
+    host_limit_nbytes: int | None = None  # of the host's memory beside a GPU's, as it was when nothing was loaded
 
     @property
     def local_config(self) -> ModelConfig:
@@ -131,14 +132,18 @@ def _prepare(model: str, options: LoadOptions, topology: Topology, *, every_rank
     reading = choose_reading(checkpoint, plan, options)
     budget_of = partial(_budget, reading=reading, options=options, config=local_config(config, topology), dtype=dtype)
     limit = memory_limit(options)
-    whole, (plan, budget) = plan, within(plan, limit, budget_of=budget_of, options=options, topology=topology)
+    host = host_limit(options) if options.is_on_gpu else None
+    whole = plan
+    plan, budget = within(
+        plan, limit, budget_of=budget_of, options=options, topology=topology, host_limit_nbytes=host
+    )  # fmt: skip
     keep_maps = reading.strategy == "lazy" and options.device == "cpu" and plan.stream is None
     read_plan = plan_reads(plan, window_nbytes=options.window_nbytes or budget.window_nbytes, keep_maps=keep_maps)
     read_plan = replace(read_plan, states=planned_states(read_plan, reading, checkpoint.states))
     retie = config.tie_word_embeddings and not tied and plan.stream is None
     return Prepared(
         options, checkpoint, config, dtype, plan.specs or specs, plan, budget, read_plan, retie, reading, kv_scales,
-        topology=topology, model=model, whole=whole, budget_of=budget_of,
+        topology=topology, model=model, whole=whole, budget_of=budget_of, host_limit_nbytes=host,
     )  # fmt: skip
 
 
@@ -179,6 +184,7 @@ def within(
     budget_of: BudgetOf,
     options: LoadOptions,
     topology: Topology,
+    host_limit_nbytes: int | None,
     ring_nbytes: int | None = None,
     experts_stay: bool = False,
     caches_nbytes: int | None = None,
@@ -192,8 +198,9 @@ def within(
     caches = caches_nbytes or 0
     tokens = DEFAULT_CACHE_TOKENS if caches_nbytes is None else STREAMED_CACHE_TOKENS
     budget = budget_of(plan, cache_tokens=tokens, caches_nbytes=caches)
-    _check_host(budget, options)
     if limit is None or budget.peak_nbytes + (ring_nbytes or 0) <= limit:
+        if options.host_memory is not None and host_limit_nbytes is not None and budget.host_nbytes > host_limit_nbytes:
+            raise host_too_small(budget, limit_nbytes=host_limit_nbytes)
         return plan, replace(budget, limit_nbytes=limit, ring_nbytes=ring_nbytes or 0)
     from streaming.stream_budget import stream_within, why_not_streamed
 
@@ -205,16 +212,9 @@ def within(
         if any(is_of_experts(param) for layer in plan.layers for param in layer.spec.params):
             plan = with_experts_apart(plan, options)
     return stream_within(
-        plan, limit_nbytes=limit, given_ring_nbytes=ring_nbytes, host_limit=partial(host_limit, options),
+        plan, limit_nbytes=limit, given_ring_nbytes=ring_nbytes, host_limit_nbytes=host_limit_nbytes,
         budget_of=partial(budget_of, cache_tokens=STREAMED_CACHE_TOKENS, caches_nbytes=caches),
     )  # fmt: skip
-
-
-def _check_host(budget: Budget, options: LoadOptions) -> None:
-    """Of a load to a GPU whose weights all fit there: what passes through the host's memory."""
-    limit = options.host_nbytes
-    if options.is_on_gpu and limit is not None and budget.host_nbytes > limit:
-        raise host_too_small(budget, limit_nbytes=limit)
 
 
 def budget_within(
@@ -224,7 +224,7 @@ def budget_within(
     assert prepared.budget_of is not None
     return within(
         prepared.whole or prepared.plan, limit, budget_of=prepared.budget_of, options=prepared.options,
-        topology=prepared.topology, ring_nbytes=ring_nbytes,
+        topology=prepared.topology, host_limit_nbytes=prepared.host_limit_nbytes, ring_nbytes=ring_nbytes,
         experts_stay=prepared.budget.experts_nbytes == 0, caches_nbytes=caches_nbytes,
     )  # fmt: skip
 

@@ -72,12 +72,12 @@ def stream_within(
     limit_nbytes: int,
     budget_of: BudgetOf,
     given_ring_nbytes: int | None = None,
-    host_limit: Callable[[], int | None] = lambda: None,
+    host_limit_nbytes: int | None = None,
 ) -> tuple[LoadPlan, Budget]:
     """The same model, with what does not fit into the limit streamed; and its budget.
 
-    `given_ring_nbytes`: of a ring that is there already. `host_limit`: of the host's memory beside a GPU's, asked where
-    there is one. Raises BudgetError with what is needed at the least.
+    `given_ring_nbytes`: of a ring that is there already. `host_limit_nbytes`: of the host's memory beside a GPU's; None
+    where nobody knows it. Raises BudgetError with what is needed at the least.
     """
     if plan.experts and (whole := budget_of(plan)).is_on_gpu:
         raise too_small(plan, replace(whole, limit_nbytes=limit_nbytes), more="; experts come and go on the CPU only")
@@ -98,10 +98,23 @@ def stream_within(
     found = without_units(plan, stream)
     budget = budget_of(found)
     if budget.is_on_gpu:
-        stream = _with_host_tier(stream, budget, host_limit())
+        spared = limit_nbytes - budget.peak_nbytes
+        for part in (spared, spared * 3 // 4, spared // 2, spared // 4):
+            more = _in_more_room(plan, stream, room + part, given_ring_nbytes)
+            if (other := budget_of(more)).peak_nbytes <= limit_nbytes:
+                found, budget, stream = more, other, more.stream or stream
+                break
+        stream = _with_host_tier(stream, budget, host_limit_nbytes)
         found = replace(found, stream=stream)
         budget = replace(budget, staging_nbytes=stream.staging_nbytes, tier_nbytes=stream.tier_nbytes)
     return found, replace(budget, limit_nbytes=limit_nbytes)
+
+
+def _in_more_room(plan: LoadPlan, stream: StreamPlan, room: int, given_ring: int | None) -> LoadPlan:
+    """The plan with more that stays: on a GPU what is loaded with the layers takes room once more on its way in, and the
+    largest weights, by which that was reckoned, may be among those that are streamed."""
+    ring, kept = _shared_out(stream.units, room, given_ring)
+    return without_units(plan, replace(stream, kept=kept, ring_nbytes=ring))
 
 
 def _with_host_tier(stream: StreamPlan, budget: Budget, limit: int | None) -> StreamPlan:

@@ -205,6 +205,8 @@ class GpuUnits:
 
     def arrive(self, unit: Unit, place: Place) -> None:
         device, landing = self._device, place.landing
+        if landing is not None:
+            self._tier.lock(landing)
         place.issued_s = time.monotonic()
         with device.working():
             if not place.is_made:
@@ -245,9 +247,11 @@ class GpuUnits:
         self._tier.change(plan)
 
     def close(self) -> None:
-        self._device.await_moment(self._device.moment())  # no copy runs any more
-        self._tier.close()
-        self._used = None
+        try:
+            self._device.await_moment(self._device.moment())  # no copy runs any more; nor where this fails
+        finally:
+            self._tier.close()
+            self._used = None
 
 
 def stored_views(memory: torch.Tensor, storage: Mapping[str, StoredSpec]) -> dict[str, torch.Tensor]:

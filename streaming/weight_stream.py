@@ -125,7 +125,7 @@ class WeightStream:
                 self._users[unit.name] = self._users.get(unit.name, 0) + 1
                 self.counts.kept += 1
                 return None
-            entry = self._own.get(unit.name) or self._sought(unit)
+            entry = self._sought(unit)
             entry.users += 1
             if entry.offset is None:
                 self.counts.kept += 1
@@ -136,10 +136,12 @@ class WeightStream:
             return entry
 
     def _sought(self, unit: Unit) -> _Entry:
-        """The unit on its way. What was begun before it is given up: it was passed over, and no pass comes back to it.
-        Where the unit is not on its way all is given up, and begun anew with it."""
+        """The unit, there to stay or on its way. What was begun before it is given up: it was passed over, and no pass
+        comes back to it. Where the unit is not on its way all is given up, and begun anew with it."""
         while True:
             self._raise_if_ended()
+            if (own := self._own.get(unit.name)) is not None:  # it may have come while an earlier load was given up
+                return own
             entry = self._live.get(unit.name)
             wanted = entry is not None and not entry.is_dropped
             for other in list(self._live.values()):

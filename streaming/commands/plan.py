@@ -150,7 +150,8 @@ def plan_lines(prepared: Prepared, rates: list[int], ranks: Sequence[RankShare])
     window = "" if budget.is_on_gpu else f"window {format_size(budget.window_nbytes)}, "
     files = 0 if budget.is_on_gpu else budget.file_nbytes
     peak = (
-        f"peak {format_size(budget.peak_nbytes)}: weights {format_size(budget.kept_nbytes)}, {window}conversion {format_size(budget.convert_nbytes)}, KV cache "
+        f"peak {format_size(budget.peak_nbytes)}: weights {format_size(budget.kept_nbytes)}, {window}"
+        f"conversion {format_size(budget.convert_nbytes)}, KV cache "
         f"{format_size(budget.cache_nbytes)}{_cache_words(prepared)}"
         f"{f', packed copies {format_size(budget.packed_nbytes)}' if budget.packed_nbytes else ''}"
         f"{f', held by the reader {format_size(files)}' if files else ''}"
@@ -169,8 +170,8 @@ def plan_lines(prepared: Prepared, rates: list[int], ranks: Sequence[RankShare])
     soonest = f"first token not before {times} (bytes read over bandwidth{', without experts' if plan.experts else ''})"
     streamed = _stream_lines(plan.stream, rates)
     return [
-        title, *_mesh_lines(prepared), head, *rows, total, *unused, peak, *_host_lines(budget), *streamed, reading, soonest,
-        *_rank_lines(ranks),
+        title, *_mesh_lines(prepared), head, *rows, total, *unused, peak, *_host_lines(budget), *streamed, reading,
+        soonest, *_rank_lines(ranks),
     ]  # fmt: skip
 
 

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from examples import gpu_check
 from examples.gpu_check import Claim, NoWaits, Run
 from examples.gpu_measure import ONE_BILLION, Gpu, copy_rate, write_random_checkpoint
-from examples.write_tiny_model import ARCHITECTURES, TinyModel, tensor_shapes
+from examples.gpu_streaming import StreamedRun, run_streamed
+from examples.write_tiny_model import ARCHITECTURES, TinyModel, tensor_shapes, write_tiny_model
 from quant.kernels import KernelMode
 from quant.registry import scheme_names
 from streaming import Summary
@@ -223,6 +224,35 @@ def test_the_large_checkpoint_has_the_published_number_of_parameters() -> None:
     assert sum(sizes) == 1_235_814_400  # the model card of Llama-3.2-1B says 1.23B
 
 
+# --- a model that does not fit
+
+STREAMED = StreamedRun(
+    limit=100, device_peak=90, pass_nbytes=50, host_nbytes=50, token_s=1.0, copy_s=1.0, same_bits=True,
+    largest_difference=0.0, read_again=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "holds"), [
+    ({}, True), ({"device_peak": 101}, False), ({"same_bits": False}, False), ({"read_again": 1}, False),
+])  # fmt: skip
+def test_a_streamed_model_keeps_bits_and_limit(change: dict[str, object], holds: bool) -> None:
+    assert gpu_check.judge_streamed(replace(STREAMED, **change), "none").holds is holds  # type: ignore[arg-type]
+
+
+def test_the_time_of_a_token_is_held_against_its_copies() -> None:
+    assert gpu_check.judge_token(replace(STREAMED, token_s=1.25)).holds
+    assert not gpu_check.judge_token(replace(STREAMED, token_s=1.35)).holds
+
+
+@pytest.mark.parametrize("scheme", ["none", "int8_per_channel"])
+def test_what_is_measured_of_a_streamed_model_runs(scheme: str, tmp_path: Path) -> None:
+    model = TinyModel(layers=4, hidden_size=128, intermediate_size=512)
+    run = run_streamed(write_tiny_model(tmp_path / "model", model=model), CPU, scheme)
+    assert run.same_bits
+    assert run.pass_nbytes > 0
+    assert run.token_s > 0 < run.copy_s
+
+
 # --- the program
 
 
@@ -263,5 +293,6 @@ def test_every_scheme_and_every_family_is_checked(tmp_path: Path) -> None:
     names = [name for name, _ in gpu_check.checks(tmp_path, CPU, large=TinyModel())]
     for scheme in scheme_names():
         assert {f"equal {scheme}, tiny", f"equal {scheme}", f"memory {scheme}", f"no waits {scheme}"} <= set(names)
-    assert {"overlap", "close", "speed", "products", "load format instanttensor"} <= set(names)
+        assert f"streamed {scheme}" in names
+    assert {"streamed token", "overlap", "close", "speed", "products", "load format instanttensor"} <= set(names)
     assert {*ARCHITECTURES, "random"} == {path.name for path in tmp_path.iterdir()}

@@ -2,14 +2,13 @@
 
 Products run when they are called. A copy of the side stream runs when the compute stream waits for an event behind it,
 or when it has to (the stream is awaited as a whole): if nobody orders products behind it, they read what was there
-before. Products cannot run late, so the other order is looked at instead: `faults` names copies to memory whose last
-use the side stream was not ordered behind.
+before. Products cannot run late, so the other orders are looked at instead: `faults` names copies to memory whose last
+use the side stream was not ordered behind, and copies from memory that another one, which may still run, reads too.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,8 +24,8 @@ class LateCuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, runs_late: bool) -> None:
         self.faults: list[str] = []
         self.copies = 0
-        self._lock = threading.RLock()
-        self._waiting: list[Callable[[], None]] = []  # copies of the side stream that have not run
+        self._lock = threading.Condition(threading.RLock())
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # copies of the side stream that have not run
         self._ran = self._issued = 0
         self._uses: dict[tuple[int, int], int] = {}  # memory -> when it was used last
         self._now = self._seen = 0  # how often memory was used; and which of these uses the side stream is behind
@@ -82,19 +81,27 @@ class LateCuda:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Issue it."""
         with self._lock:
-            start, stop = run_of(target)
-            for (first, last), used in self._uses.items():
-                if first < stop and start < last and used > self._seen:
-                    self.faults.append(f"memory [{first}, {last}) is written while it may still be read")
-            self._waiting.append(lambda: target.copy_(source))
+            for place, used in self._uses.items():
+                if used > self._seen and overlap(place, run_of(target)):
+                    self.faults.append(f"the device's memory {place} is written while it may still be read")
+            if any(overlap(run_of(source), run_of(other)) for _, other in self._waiting):
+                self.faults.append(f"the host's memory {run_of(source)} was written while it may still be copied")
+            self._waiting.append((target, source))
             self._issued += 1
             self.copies += 1
+            self._lock.notify_all()
+
+    def wait_for_copies(self, count: int) -> None:
+        """Block until so many were issued."""
+        with self._lock:
+            assert self._lock.wait_for(lambda: self.copies >= count, timeout=20)
 
     def run(self, until: int) -> None:
         """The copies issued so far, up to the one of this number."""
         with self._lock, torch.inference_mode():
             while self._ran < until:
-                self._waiting.pop(0)()
+                target, source = self._waiting.pop(0)
+                target.copy_(source)
                 self._ran += 1
 
     def note_use(self, memory: torch.Tensor) -> None:
@@ -102,6 +109,11 @@ class LateCuda:
         with self._lock:
             self._now += 1
             self._uses[run_of(memory)] = self._now
+
+
+def overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two runs of addresses have any in common."""
+    return one[0] < other[1] and other[0] < one[1]
 
 
 def run_of(memory: torch.Tensor) -> tuple[int, int]:

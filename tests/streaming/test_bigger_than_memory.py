@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -16,7 +17,7 @@ import torch
 from examples.write_tiny_model import TinyModel
 from layers.sampling_params import SamplingParams
 from quant.registry import scheme_names
-from streaming import LLM
+from streaming import LLM, Hooks
 from streaming.errors import BudgetError, OptionError
 from streaming.options import LoadOptions
 from streaming.prepare import prepare
@@ -197,7 +198,7 @@ def test_a_limit_that_is_too_small_even_to_stream_says_what_is_needed(tiny_folde
     folder = tiny_folder(TinyModel(layers=4))
     least, _ = limits_of(folder)
     prepare(str(folder), LoadOptions(memory=least))
-    with pytest.raises(BudgetError, match="is too small even to stream the weights: .* are needed .* for the largest"):
+    with pytest.raises(BudgetError, match=r"too small even to stream the weights: .* are needed .* for the largest"):
         prepare(str(folder), LoadOptions(memory=least - 1))
 
 
@@ -221,6 +222,28 @@ def test_auto_takes_what_is_free(tiny_folder: Tiny, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("streaming.available_memory.available_nbytes", lambda: None)
     with pytest.raises(OptionError, match="--memory auto: this system does not say how much memory is free"):
         prepare(str(folder), LoadOptions(memory="auto"))
+
+
+def test_a_model_larger_than_what_is_free_is_streamed_with_a_warning(
+    tiny_folder: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, told = tiny_folder(TinyModel(layers=4)), list[str]()
+    least, whole = limits_of(folder)
+    with LLM(folder) as llm:
+        expected = llm.logits(PROMPTS[1])
+    for module in ("available_memory", "free_memory"):
+        monkeypatch.setattr(f"streaming.{module}.available_nbytes", lambda: int((least + whole) / 2 / 0.9))
+    with LLM(folder, hooks=Hooks(warn=told.append)) as llm:
+        assert torch.equal(llm.logits(PROMPTS[1]), expected)
+        assert llm.stats().stream["pass_bytes"] > 0
+    assert [line for line in told if "of memory are free: it is opened with --memory auto" in line] == told
+    assert len(told) == 1
+    monkeypatch.setattr("streaming.free_memory.available_nbytes", lambda: 1000)
+    monkeypatch.setattr("streaming.available_memory.available_nbytes", lambda: 1000)
+    with LLM(folder) as llm:  # not even streamed would it fit: as it was asked for
+        assert llm.stats().stream == {}
+    with LLM(folder, safetensors_load_strategy="lazy") as llm:  # its maps are no memory of its own
+        assert llm.stats().stream == {}
 
 
 # --- ends
@@ -258,14 +281,17 @@ def test_a_file_that_changes_ends_the_stream_by_name(tmp_path: Path) -> None:
     from streaming.errors import LayerLoadError
 
     folder = write_tiny_model(tmp_path / "model", model=TinyModel(layers=4))
-    with pytest.raises(LayerLoadError, match="changed"), LLM(folder, memory=limit_of(folder, 0.0)) as llm:
-        llm.logits(PROMPTS[0])
-        for file in folder.glob("*.safetensors"):
-            with open(file, "r+b") as handle:
-                handle.seek(-1, 2)
-                handle.write(b"\x01")
-        for _ in range(3):
+
+    def run() -> None:
+        with LLM(folder, memory=limit_of(folder, 0.0)) as llm:
             llm.logits(PROMPTS[0])
+            for file in folder.glob("*.safetensors"):
+                os.utime(file, ns=(1, 1))
+            for _ in range(3):
+                llm.logits(PROMPTS[0])
+
+    with pytest.raises(LayerLoadError, match="changed"):
+        run()
 
 
 # --- as data

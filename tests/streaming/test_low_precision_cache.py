@@ -15,7 +15,7 @@ import torch
 from examples.write_tiny_model import TinyModel
 from layers.kv_cache import cache_room_nbytes, kv_cache_nbytes
 from layers.kv_forms import CACHE_DTYPES
-from streaming import LLM, BudgetError, LoadOptions, OptionError, SamplingParams
+from streaming import LLM, LoadOptions, OptionError, SamplingParams
 from streaming.commands.verify import compare
 from streaming.prepare import prepare
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from streaming.residents import choose_residents, fill_up, spread
@@ -22,7 +24,7 @@ def test_layers_that_stay_are_spread_evenly_between_those_that_are_streamed() ->
 def test_gaps_between_layers_that_stay_differ_by_one_at_the_most(count: int) -> None:
     places = spread(count, of=40)
     assert len(set(places)) == count
-    gaps = {after - before for before, after in zip(places, places[1:], strict=False)}
+    gaps = {after - before for before, after in pairwise(places)}
     assert len(gaps) <= 2
     assert max(gaps, default=0) - min(gaps, default=0) <= 1
 
