@@ -111,8 +111,8 @@ def stream_within(
 
 
 def _in_more_room(plan: LoadPlan, stream: StreamPlan, room: int, given_ring: int | None) -> LoadPlan:
-    """The plan with more that stays: on a GPU what is loaded with the layers takes room once more on its way in, and the
-    largest weights, by which that was reckoned, may be among those that are streamed."""
+    """The plan with more that stays: on a GPU what is loaded with the layers takes room once more on its way in, and
+    the largest weights, by which that was reckoned, may be among those that are streamed."""
     ring, kept = _shared_out(stream.units, room, given_ring)
     return without_units(plan, replace(stream, kept=kept, ring_nbytes=ring))
 
