@@ -20,7 +20,7 @@ from quant.dtypes import DType
 from streaming.checkpoint.tensors import TensorInfo
 from streaming.errors import BudgetError
 from streaming.plan import LayerPlan, LoadItem, LoadPlan
-from streaming.sizes import format_size
+from streaming.sizes import format_needed, format_size
 
 DEFAULT_WINDOW_NBYTES = 128 << 20
 LEAST_STRIPS_NBYTES = 16 << 20  # set aside for the strips of a weight that is quantized anew
@@ -101,8 +101,8 @@ def too_small(plan: LoadPlan, budget: Budget, *, more: str = "") -> BudgetError:
     packed, files = budget.packed_nbytes, 0 if budget.is_on_gpu else budget.file_nbytes
     window = "" if budget.is_on_gpu else f"{format_size(budget.window_nbytes)} of window, "
     return BudgetError(
-        f"{budget.flag} {format_size(budget.limit_nbytes)} is too small: {format_size(budget.peak_nbytes)} are needed "
-        f"({format_size(budget.kept_nbytes)} of weights, {window}"
+        f"{budget.flag} {format_size(budget.limit_nbytes)} is too small: {format_needed(budget.peak_nbytes)} are "
+        f"needed ({format_size(budget.kept_nbytes)} of weights, {window}"
         f"{format_size(budget.convert_nbytes)} for conversion, {format_size(budget.cache_nbytes)} of KV cache"
         f"{f', {format_size(packed)} of packed copies' if packed else ''}"
         f"{f', {format_size(files)} of files that the reader holds' if files else ''}); "
@@ -125,7 +125,7 @@ def host_too_small(budget: Budget, *, limit_nbytes: int) -> BudgetError:
     passing = budget.window_nbytes + budget.file_nbytes
     least = budget.host_nbytes - budget.tier_nbytes
     return BudgetError(
-        f"--host-memory {format_size(limit_nbytes)} is too small: {format_size(least)} are needed on the host "
+        f"--host-memory {format_size(limit_nbytes)} is too small: {format_needed(least)} are needed on the host "
         f"({format_size(passing)} of window, {format_size(budget.host_convert_nbytes)} for "
         f"conversion, {format_size(budget.staging_nbytes)} page-locked for weights on their way to the GPU); try a "
         "smaller --window"

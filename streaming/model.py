@@ -30,7 +30,7 @@ from streaming.ranks.report import RankReport
 from streaming.residency import LayerState, Residency
 from streaming.runner import ModelRunner
 from streaming.set_memory import caches_fit, fit_caches
-from streaming.sizes import format_size
+from streaming.sizes import format_needed, format_size
 from streaming.speculation import PromptLookup, Proposer
 from streaming.stages import is_quantized
 from streaming.stats import Summary, stream_facts
@@ -244,7 +244,7 @@ class StreamedModel:
             apart = 0 if self.draft is None else self.draft.nbytes
             raise BudgetError(
                 f"--memory {format_size(limit + apart)} is too small for a cache of "
-                f"{min(max_tokens, self.context_length)} tokens: {format_size(needed + apart)} are needed; ask for "
+                f"{min(max_tokens, self.context_length)} tokens: {format_needed(needed + apart)} are needed; ask for "
                 "fewer tokens or a shorter prompt"
             )
         return held

@@ -23,6 +23,7 @@ from streaming.clock import RunClock
 from streaming.device import Device, StoredTensors, open_device
 from streaming.embedding_rows import EmbeddingRows
 from streaming.errors import OptionError, StreamClosedError
+from streaming.heap import trim_heap
 from streaming.hooks import Hooks
 from streaming.memory_watch import MemoryWatch
 from streaming.model import StreamedModel
@@ -244,6 +245,8 @@ async def _load(pipeline: Pipeline, streamed: StreamedModel, device: Device) -> 
             await anyio.to_thread.run_sync(streamed.residency.wait_everywhere)
         if streamed.prepared.retie and {"embed", "head"} <= streamed.residency.states().keys():  # of one stage: both
             await anyio.to_thread.run_sync(compare_tied, streamed, device, pipeline.hooks.warn)
+        if streamed.runner.stream is not None:
+            await anyio.to_thread.run_sync(trim_heap)
         streamed.clock.once("load_end_s")
         streamed.tracer.mark("first layer ready", at_s=streamed.residency.first_ready_s)
         streamed.tracer.mark("load done", at_s=streamed.clock.load_end_s)

@@ -137,6 +137,9 @@ def _prepare(model: str, options: LoadOptions, topology: Topology, *, every_rank
     plan, budget = within(
         plan, limit, budget_of=budget_of, options=options, topology=topology, host_limit_nbytes=host
     )  # fmt: skip
+    if options.cache_dir is not None and plan.stream is None:
+        note = f"--cache-dir {options.cache_dir}: all weights stay in memory, so nothing is kept there"
+        plan = replace(plan, warnings=(*plan.warnings, note))
     keep_maps = reading.strategy == "lazy" and options.device == "cpu" and plan.stream is None
     read_plan = plan_reads(plan, window_nbytes=options.window_nbytes or budget.window_nbytes, keep_maps=keep_maps)
     read_plan = replace(read_plan, states=planned_states(read_plan, reading, checkpoint.states))

@@ -6,7 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from layers.architecture import EMBED_WEIGHT
-from streaming.errors import BudgetError
+from streaming.budget import Budget
+from streaming.errors import BudgetError, OptionError
+from streaming.heap import trim_heap
+from streaming.load_plan import LoadPlan
 from streaming.prepare import budget_within, memory_limit
 from streaming.stream_plan import StreamPlan
 
@@ -22,12 +25,15 @@ def set_memory(streamed: StreamedModel, memory: str | int) -> None:
     disturbed, and no bit of what is computed changes. Raises BudgetError where the limit is too small, with what is
     needed, and nothing changes then; OptionError for what is no size.
     """
+    if memory is None:
+        raise OptionError("set_memory(None): a size such as 512MiB or 12GiB is needed, or auto")
     limit = memory_limit(streamed.prepared.options.within_memory(memory))
     assert limit is not None
     limit -= 0 if streamed.draft is None else streamed.draft.nbytes
     streamed.wait_loaded()
     with streamed.changing_memory:
         _keep_within(streamed, limit, caches_nbytes=streamed.caches_nbytes)
+    trim_heap()
 
 
 def fit_caches(streamed: StreamedModel, caches_nbytes: int) -> None:
@@ -48,19 +54,26 @@ def fit_caches(streamed: StreamedModel, caches_nbytes: int) -> None:
 def caches_fit(streamed: StreamedModel, caches_nbytes: int) -> bool:
     """Whether KV caches could take so much."""
     assert streamed.budget.limit_nbytes is not None
-    stream = streamed.runner.stream
-    ring = None if stream is None else stream.plan.ring_nbytes or None
     try:
-        budget_within(streamed.prepared, streamed.budget.limit_nbytes, ring_nbytes=ring, caches_nbytes=caches_nbytes)
+        _planned(streamed, streamed.budget.limit_nbytes, caches_nbytes)
     except BudgetError:
         return False
     return True
 
 
-def _keep_within(streamed: StreamedModel, limit: int, *, caches_nbytes: int) -> None:
+def _planned(streamed: StreamedModel, limit: int, caches_nbytes: int) -> tuple[LoadPlan, Budget]:
+    """With the ring that there is, or a smaller one where that leaves too little."""
     stream, prepared = streamed.runner.stream, streamed.prepared
     ring = None if stream is None else stream.plan.ring_nbytes or None
-    plan, budget = budget_within(prepared, limit, ring_nbytes=ring, caches_nbytes=caches_nbytes)
+    try:
+        return budget_within(prepared, limit, ring_nbytes=ring, caches_nbytes=caches_nbytes)
+    except BudgetError:
+        return budget_within(prepared, limit, ring_nbytes=None, caches_nbytes=caches_nbytes)
+
+
+def _keep_within(streamed: StreamedModel, limit: int, *, caches_nbytes: int) -> None:
+    stream = streamed.runner.stream
+    plan, budget = _planned(streamed, limit, caches_nbytes)
     if stream is None and plan.stream is not None:
         stream = _begin(streamed, plan.stream)
     streamed.budget = budget
@@ -91,11 +104,7 @@ def _begin(streamed: StreamedModel, plan: StreamPlan) -> WeightStream:
     stream.start()
     with runner.computing:
         runner.stream = stream
-        if not plan.has_table and EMBED_WEIGHT in runner.device.stored and EMBED_WEIGHT not in _params(plan):
+        if not plan.has_table and EMBED_WEIGHT in runner.device.stored and EMBED_WEIGHT not in plan.params:
             runner.model.release(EMBED_WEIGHT)  # its rows are fetched from now on
             runner.device.discard(EMBED_WEIGHT)
     return stream
-
-
-def _params(plan: StreamPlan) -> set[str]:
-    return {unit.param.name for unit in plan.units}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import ceil
 
 from streaming.errors import OptionError
 
@@ -39,4 +40,12 @@ def format_size(nbytes: float) -> str:
         if abs(nbytes) < 1024 or unit == "GiB":
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
+    raise AssertionError("unreachable")
+
+
+def format_needed(nbytes: float) -> str:
+    """The same for what is needed at the least: rounded up, so that who grants it grants enough."""
+    for unit, size in (("B", 1), ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)):
+        if abs(nbytes) < 1024 * size or unit == "GiB":
+            return f"{ceil(nbytes)} B" if unit == "B" else f"{ceil(nbytes * 10 / size) / 10:.1f} {unit}"
     raise AssertionError("unreachable")

@@ -102,12 +102,13 @@ def summary_lines(summary: Summary) -> list[str]:
     schemes = ", ".join(
         f"{count} {'wide' if name == 'none' else f'in {name}'}" for name, count in summary.layers_by_scheme.items()
     )
+    passes = " (in all passes)" if summary.stream or summary.experts else ""
     made_up = summary.load_format == "dummy"
     dummy, files = (" (dummy: the weights are made up)", "") if made_up else ("", f"; {summary.load_format} files")
     lines = [
         _fact("first token", _s(summary.ttft_s), f"from process start; {_s(summary.from_load_s)} from load"),
         _fact("first layer", _s(summary.first_layer_ready_s), f"ready; forward from {_s(summary.first_forward_s)} on"),
-        _fact("load done", _s(summary.load_done_s), f"{format_size(summary.bytes_read)} read{dummy}, "
+        _fact("load done", _s(summary.load_done_s), f"{format_size(summary.bytes_read)} read{passes}{dummy}, "
               f"{format_size(summary.bytes_kept)} kept"),
         _fact("read with", "", f"{summary.read_strategy}: {summary.read_strategy_reason}{files}"),
         _fact("layers", "", f"{schemes}; quantized in {_s(summary.quantize_s)}"),
@@ -117,7 +118,7 @@ def summary_lines(summary: Summary) -> list[str]:
               f"{format_size(summary.peak_budget_bytes)}, limit "
               f"{format_size(summary.limit_bytes) if summary.limit_bytes else 'none'}"),
     ]  # fmt: skip
-    if summary.stream:
+    if summary.stream.get("pass_bytes"):
         lines.append(_fact("streamed", format_size(summary.stream["pass_bytes"]), _stream_words(summary.stream)))
     if summary.experts:
         lines.append(_fact("experts", f"{summary.experts['hit_rate']:.1%}", _expert_words(summary.experts)))

@@ -16,7 +16,7 @@ from streaming.errors import BudgetError
 from streaming.load_plan import LoadPlan
 from streaming.options import LoadOptions
 from streaming.read_strategy import BACK_ENDS
-from streaming.sizes import format_size
+from streaming.sizes import format_needed, format_size
 from streaming.stream_plan import StreamPlan, Unit, choose_kept, ring_nbytes, units_of, without_units
 
 BudgetOf = Callable[[LoadPlan], Budget]  # without a limit
@@ -88,9 +88,9 @@ def stream_within(
         stay = needs.least_nbytes - needs.largest_nbytes
         raise BudgetError(
             f"{budget_of(plan).flag} {format_size(limit_nbytes)} is too small even to stream the weights: "
-            f"{format_size(stay + (given_ring_nbytes or needs.largest_nbytes))} are needed "
+            f"{format_needed(stay + (given_ring_nbytes or needs.largest_nbytes))} are needed "
             f"({format_size(needs.largest_nbytes)} for the largest of them, {format_size(stay)} for what has to stay); "
-            "try a smaller --max-model-len, or --quantization"
+            "try a smaller --max-model-len, a smaller --window, or --kv-cache-dtype int8"
         )
     left = room - ring - sum(unit.nbytes for unit in needs.units if unit.name in kept)
     experts = needs.experts_nbytes + _for_experts(plan, left) if plan.experts else 0

@@ -93,6 +93,11 @@ class StreamPlan:
         return tuple(unit for unit in self.units if unit.name not in self.kept)
 
     @property
+    def params(self) -> frozenset[str]:
+        """The parameters that the units are of."""
+        return frozenset(unit.param.name for unit in self.units)
+
+    @property
     def making_threads(self) -> int:
         """How many threads make units of what is on disk; none where all lie there as they are kept."""
         return 0 if all(unit.is_straight for unit in self.units) else MAKING_THREADS

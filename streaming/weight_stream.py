@@ -82,7 +82,7 @@ class WeightStream:
         self._users: dict[str, int] = {}  # of units that the modules have
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
-        self._stopped = False
+        self._stopped = self._is_paused = False
 
     # --- the forward's side
 
@@ -205,17 +205,39 @@ class WeightStream:
 
     def change(self, plan: StreamPlan) -> None:
         """From now on the units stay that this plan keeps. Others give their memory back before this returns (one that
-        is used right now behind its product); new ones stay when they come by in the next pass. There is one ring for
-        good: its size is the plan's where there was none."""
+        is used right now behind its product); new ones stay when they come by in the next pass. Where the plan has
+        another ring, what is in the old one is given up."""
         with self._changed:
-            if not self.plan.ring_nbytes:
-                self._memory, self._ring = self.memory.take(plan.ring_nbytes), Ring(plan.ring_nbytes)
-            self.plan = plan if not self.plan.ring_nbytes else replace(plan, ring_nbytes=self.plan.ring_nbytes)
+            if plan.ring_nbytes not in (0, self.plan.ring_nbytes):
+                self._replace_ring(plan.ring_nbytes)
+            self.plan = plan if plan.ring_nbytes else replace(plan, ring_nbytes=self.plan.ring_nbytes)
             going = [unit for unit in self.units if unit.name not in plan.kept]
             self._changed.wait_for(lambda: self._stopped or all(self._evict(unit) for unit in going))
             self._raise_if_ended()
             self.memory.change(self.plan)
             self._changed.notify_all()
+
+    def _replace_ring(self, nbytes: int) -> None:
+        """Nothing is begun until the old one is empty; a unit that is used leaves it behind its product."""
+        self._is_paused = True
+        try:
+            places = [entry.place for entry in self._live.values() if entry.offset is not None]
+            self._changed.wait_for(lambda: self._stopped or self._is_ring_empty())
+            self._raise_if_ended()
+            for place in places:
+                self.memory.give_back(place)
+            places.clear()
+            self._memory = own_memory(0)  # the old one goes before there is a new one
+            self._memory, self._ring = self.memory.take(nbytes), Ring(nbytes)
+        finally:
+            self._is_paused = False
+            self._changed.notify_all()
+
+    def _is_ring_empty(self) -> bool:
+        """Whether nothing is left of it; what nobody uses is dropped."""
+        for entry in list(self._live.values()):
+            self._drop(entry)
+        return all(entry.offset is None for entry in self._live.values())
 
     def _evict(self, unit: Unit) -> bool:
         """Give the memory of a unit back that does not stay any more; False while it is used."""
@@ -300,7 +322,7 @@ class WeightStream:
     def _begin(self) -> bool:
         """Set memory aside for the unit that comes next; False where there is none, or no room."""
         unit = self._upcoming()
-        if unit is None or not self.memory.has_room(unit):
+        if self._is_paused or unit is None or not self.memory.has_room(unit):
             return False
         if unit.name in self.plan.kept:
             offset, memory = None, self.memory.take(unit.nbytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from layers.decoder import DecoderModel
+    from streaming.runner import ModelRunner
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +107,7 @@ def _compare_all(prepared: Prepared, ids: list[int], llm: LLM, while_loading: _R
         scales=prepared.kv_scales, int8_activations=prepared.options.activation_dtype == "int8",
     )  # fmt: skip
     report = Report()
-    _compare_stored(report, llm.shell, model)
+    report.stored = llm.call(lambda runner, stop: _compare_stored(report, runner, stop, model))
     for label, (seen, found) in (("while loading", while_loading), ("once resident", resident)):
         for name, expected in outputs.items():
             report.outputs += 1
@@ -134,11 +136,22 @@ def _resident(prepared: Prepared) -> DecoderModel:
     )  # fmt: skip
 
 
-def _compare_stored(report: Report, streamed: DecoderModel, resident: DecoderModel) -> None:
-    found = dict(streamed.named_parameters())
+def _compare_stored(report: Report, runner: ModelRunner, stop: Callable[[], None], resident: DecoderModel) -> int:
+    """How many there are."""
+    from streaming.commands.streamed_stored import look_at_streamed, passing_names
+
+    names: list[str] = []
+
+    def look(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+        names.append(name)
+        _compare(report, name, found, expected)
+
+    found, passing = dict(runner.model.named_parameters()), passing_names(runner, resident)
     for name, expected in resident.named_parameters():
-        report.stored += 1
-        _compare(report, name, found[name], expected)
+        if name not in passing:
+            look(name, found[name], expected)
+    look_at_streamed(runner, stop, resident, look)
+    return len(names)
 
 
 def _compare(report: Report, what: str, found: torch.Tensor, expected: torch.Tensor) -> None:

@@ -4,8 +4,9 @@
 A unit is appended to the data file and then to the journal, so that what the journal names was written before: a
 process that is killed loses the units that it had not finished, and nothing else. The data is synced to the disk every
 256 MiB and at the end: a machine that loses its power may lose what came after the last sync, which shows by the units'
-checksums. A unit's checksum is verified the first time that it is loaded in a process. Bytes of a committed unit are
-never written over.
+checksums. Bytes of a committed unit are never written over. A unit's checksum is verified when it is loaded, and not
+again while the file stays as it was then: its size and times are looked at before and after each read. Whoever changes
+it, be it this process that puts a unit, makes all units be verified once more.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from streaming.page_cache import drop, is_cached
 from streaming.sizes import format_size
-from streaming.stored_cache.data_file import byte_view, read_whole, write_whole
+from streaming.stored_cache.data_file import DataState, byte_view, data_state, read_whole, write_whole
 from streaming.stored_cache.eviction import DATA, make_room, remove_model
 from streaming.stored_cache.folder import ModelFolder, open_model_folder
 from streaming.stored_cache.journal import (
@@ -43,6 +44,10 @@ SYNC_NBYTES = 256 << 20
 
 class CacheFullError(OSError):
     """What is to be kept does not fit under the limit; the message holds the numbers."""
+
+
+class CacheCutError(OSError):
+    """The data file is shorter than what was written to it; the message holds both sizes."""
 
 
 def open_stored_cache(
@@ -93,7 +98,8 @@ class StoredCache:
         self._changed = threading.Condition()
         self._users = 0  # calls that use the descriptors
         self._writing: set[str] = set()
-        self._verified: set[CachedUnit] = set()
+        self._verified: dict[CachedUnit, DataState] = {}  # and the file's state before and after
+        self._last_stop = max((unit.stop for unit in self._units.values()), default=0)
         self._unsynced: set[str] = set()
         self._unsynced_nbytes = 0
         self._drop_later: dict[str, CachedUnit] = {}  # a page goes only when it is on the disk
@@ -140,16 +146,55 @@ class StoredCache:
         with self._using() as model:
             with self._changed:
                 found = self._units.get(unit)
-                verified = found in self._verified
             if model is None or found is None:
                 return False
-            good = holds_same(found, into) and _fill(model.data, found, memory, verified)
+            good = holds_same(found, into) and self._filled(model, found, memory)
             with self._changed:
-                if good:
-                    self._verified.add(found)
-                elif self._units.get(unit) is found:
-                    del self._units[unit]
+                if not good:
+                    self._verified.pop(found, None)
+                    if self._units.get(unit) is found:
+                        del self._units[unit]
             return good
+
+    def _filled(self, model: ModelFolder, unit: CachedUnit, memory: Mapping[str, memoryview]) -> bool:
+        """Whether the memory holds what was written: it has the checksum, or is of a file that has not changed since
+        it had."""
+        try:
+            before = self._look(model)
+            if self._verified.get(unit) == before:
+                _fill(model.data, unit, memory, crc=None)
+                after = self._look(model)
+                if after == before:
+                    return True
+                before = after
+            if _fill(model.data, unit, memory, crc=0) != unit.checksum:
+                return False
+            if before.is_settled and self._look(model) == before:
+                self._verified[unit] = before
+            return True
+        except (OSError, EOFError):
+            return False
+
+    def _look(self, model: ModelFolder) -> DataState:
+        """The data file's state; a file that somebody has cut short ends writing, and the units beyond are forgotten.
+
+        Raises OSError.
+        """
+        with self._changed:
+            state = data_state(model.data)
+            last = self._last_stop
+            if state.nbytes >= last:
+                return state
+            self._units = {name: unit for name, unit in self._units.items() if unit.stop <= state.nbytes}
+            self._last_stop = max((unit.stop for unit in self._units.values()), default=0)
+            self._kept_end = aligned(self._last_stop)
+        self._stop_writing(
+            CacheCutError(
+                f"was cut short by somebody while it was in use ({format_size(state.nbytes)} of "
+                f"{format_size(last)} are left)"
+            )
+        )
+        return state
 
     def is_cached(self, unit: str) -> bool:
         """Whether the unit's bytes are in the page cache now."""
@@ -183,6 +228,9 @@ class StoredCache:
             if model is None or placed is None:
                 return
             try:
+                self._look(model)
+                if not self._writes:  # one that was cut short is not made long again
+                    return
                 self._reserve(model, placed)
                 checksum = 0
                 for one in placed.tensors:
@@ -225,6 +273,7 @@ class StoredCache:
                 raise CacheFullError(f"has a journal of {format_size(model.journal_nbytes)}, which is the most")
             _append(model, line)
             self._units[unit.name] = unit
+            self._last_stop = max(self._last_stop, unit.stop)
             self._unsynced.add(unit.name)
             self._unsynced_nbytes += unit.nbytes
             self._kept_end = max(self._kept_end, aligned(unit.stop))
@@ -249,6 +298,8 @@ class StoredCache:
             return
         if isinstance(error, CacheFullError):
             self._warn(f"the stored cache {self._path.parent} {error}: nothing more is kept")
+        elif isinstance(error, CacheCutError):
+            self._warn(f"the stored cache {self._path} {error}: nothing more is kept")
         else:
             self._warn(f"the stored cache {self._path} cannot be written ({_words(error)}): nothing more is kept")
 
@@ -295,15 +346,11 @@ class StoredCache:
             remove_model(self._path.parent, self._path.name)
 
 
-def _fill(descriptor: int, unit: CachedUnit, memory: Mapping[str, memoryview], verified: bool) -> bool:
-    """Whether the memory holds what was written."""
-    crc = None if verified else 0
-    try:
-        for one in unit.tensors:
-            crc = read_whole(descriptor, memory[one.name], offset=one.offset, crc=crc)
-    except (OSError, EOFError):
-        return False
-    return verified or crc == unit.checksum
+def _fill(descriptor: int, unit: CachedUnit, memory: Mapping[str, memoryview], *, crc: int | None) -> int | None:
+    """Read the unit; the checksum `crc` (None: none is wanted) carried on over it. Raises EOFError, OSError."""
+    for one in unit.tensors:
+        crc = read_whole(descriptor, memory[one.name], offset=one.offset, crc=crc)
+    return crc
 
 
 def _append(model: ModelFolder, line: bytes) -> None:

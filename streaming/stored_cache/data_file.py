@@ -9,13 +9,36 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 import zlib
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
 PIECE_NBYTES = 16 << 20  # of one call
+SETTLED_NS = 2_000_000_000  # times of files go in steps, of 2 s on some file systems
+
+
+@dataclass(frozen=True)
+class DataState:
+    """What cannot stay the same when somebody changes the file, whoever it is: the system sets the time of the change
+    before the bytes change, and no call sets it back. `is_settled`: a change that comes later shows, as the last one
+    was further back than one step of the clock."""
+
+    nbytes: int
+    mtime_ns: int
+    ctime_ns: int
+    is_settled: bool = field(compare=False)
+
+
+def data_state(descriptor: int) -> DataState:
+    """The file as it is now. Raises OSError."""
+    now_ns = time.time_ns()
+    status = os.fstat(descriptor)
+    settled = status.st_ctime_ns + SETTLED_NS <= now_ns
+    return DataState(status.st_size, status.st_mtime_ns, status.st_ctime_ns, settled)
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:

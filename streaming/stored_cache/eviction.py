@@ -40,7 +40,7 @@ def kept_models(root: Path) -> list[KeptModel]:
     """The models in the cache folder, least recently opened first; none where it cannot be listed."""
     try:
         words = [name for name in os.listdir(root) if _MODEL.fullmatch(name)]
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a name with a zero byte
         return []
     found = [model for word in words if (model := _look_at(root / word)) is not None]
     return sorted(found, key=lambda model: (model.opened_ns, model.word))

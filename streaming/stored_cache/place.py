@@ -19,7 +19,8 @@ def default_cache_folder() -> Path:
 
 def default_limit_nbytes(folder: Path) -> int:
     """The smaller of 64 GiB and half of what is free on the folder's disk; what the cache has there counts as free."""
-    there = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir()), Path("/"))
+    above = (folder.absolute(), *folder.absolute().parents)
+    there = next((path for path in above if os.path.isdir(path)), Path("/"))  # Path.is_dir fails for names too long
     try:
         status = os.statvfs(there)
     except OSError:

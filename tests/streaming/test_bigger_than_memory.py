@@ -315,3 +315,67 @@ def test_the_dry_run_shows_what_stays_and_what_is_streamed(tiny_folder: Tiny) ->
     assert {*stream["streamed_layers"], *stream["resident_layers"]} == {f"layers.{i}" for i in range(4)} | {"head"}
     assert limited["peak"]["total"] <= limited["limit_bytes"]
     assert limited["peak"]["ring"] == stream["ring_bytes"] > 0
+
+
+@pytest.mark.parametrize("options", [[], ["--quantization", "int8_per_channel"]])
+@pytest.mark.parametrize("model", ["dense", "mixtral"])
+def test_verify_looks_at_what_is_streamed_too(
+    model: str, options: list[str], tiny_folder: Tiny, family_folder: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    from streaming.cli import run
+
+    folder = tiny_folder(TinyModel(layers=3)) if model == "dense" else family_folder("mixtral")
+    given = {"quantization": options[1]} if options else {}
+    command = ["verify", str(folder), "--max-model-len", "64", "--json", *options]
+    assert run(command) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert run([*command, "--memory", str(limit_of(folder, 0.1, max_model_len=64, **given))]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["equal"]
+    assert found["stored_tensors"] >= whole["stored_tensors"]  # some of them in parts
+
+
+def test_verify_finds_a_streamed_weight_that_differs(
+    tiny_folder: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from streaming.cli import run
+    from streaming.item_bytes import ItemBytes
+
+    folder, read = tiny_folder(TinyModel(layers=3)), ItemBytes.read
+
+    def wrong(items: ItemBytes, item: Any, into: torch.Tensor | None = None) -> torch.Tensor:
+        raw = read(items, item, into)
+        if item.tensor.name == "model.layers.1.mlp.down_proj.weight":
+            raw[5] ^= 1
+        return raw
+
+    monkeypatch.setattr(ItemBytes, "read", wrong)
+    limit = limit_of(folder, 0.0, max_model_len=64)
+    assert run(["verify", str(folder), "--max-model-len", "64", "--memory", str(limit)]) == 1
+    assert "model.layers.1.mlp.down_proj.weight: 1 of" in capsys.readouterr().out
+
+
+def test_a_listing_shows_what_is_streamed(tiny_folder: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    from streaming.cli import run
+
+    folder = tiny_folder(TinyModel(layers=3))
+    limit = limit_of(folder, 0.0, max_model_len=64)
+    assert run(["inspect", str(folder), "--max-model-len", "64", "--memory", str(limit)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  model.layers.0.mlp.down_proj.weight [none] weight BF16 [64, 96] (streamed)" in lines
+    assert "  model.embed_tokens.weight [none] weight BF16 [160, 64] (rows are fetched)" in lines
+    assert "  model.layers.0.input_layernorm.weight [none] weight BF16 [64]" in lines
+
+
+def test_the_size_that_is_asked_for_is_enough(family_folder: Callable[[str], Path]) -> None:
+    for case in ("mixtral", "gemma2", "cohere"):
+        with pytest.raises(BudgetError) as caught:
+            prepare(str(family_folder(case)), LoadOptions(memory=1000))
+        needed = str(caught.value).partition(" are needed")[0].rpartition(": ")[2].replace(" ", "")
+        assert prepare(str(family_folder(case)), LoadOptions(memory=needed)).plan.stream is not None
+
+
+def test_a_folder_for_stored_forms_that_nothing_is_kept_in_is_a_warning(tiny_folder: Tiny, tmp_path: Path) -> None:
+    prepared = prepare(str(tiny_folder(TinyModel(layers=3))), LoadOptions(cache_dir=str(tmp_path)))
+    assert prepared.warnings == (f"--cache-dir {tmp_path}: all weights stay in memory, so nothing is kept there",)

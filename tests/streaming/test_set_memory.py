@@ -132,6 +132,22 @@ def _resident_nbytes(llm: LLM) -> int:
     return sum(int(fields[key].split()[0]) << 10 for key in ("RssAnon", "RssShmem"))
 
 
+def test_where_the_ring_leaves_too_little_it_becomes_smaller(tiny_folder: Tiny) -> None:
+    folder = tiny_folder(TinyModel(layers=6))
+    least, whole = limits_of(folder, max_model_len=64)
+    with LLM(folder, memory=limit_of(folder, 0.6, max_model_len=64), max_model_len=64) as llm:
+        expected, ring = tokens_of(llm), llm.stats().stream["ring_bytes"]
+        llm.set_memory(least)  # what it can be opened with it can be set to
+        assert llm.stats().stream["ring_bytes"] < ring
+        assert held_nbytes(llm) <= least
+        assert tokens_of(llm) == expected
+        over: list[tuple[int, int]] = []
+        with changing(llm, [least, whole, least, limit_of(folder, 0.5, max_model_len=64), least] * 4, over):
+            for _ in range(4):
+                assert tokens_of(llm) == expected
+        assert over == []
+
+
 def test_a_limit_that_is_too_small_changes_nothing(tiny_folder: Tiny) -> None:
     folder = tiny_folder(TinyModel(layers=4))
     limit = limit_of(folder, 0.3, max_model_len=64)
@@ -141,6 +157,8 @@ def test_a_limit_that_is_too_small_changes_nothing(tiny_folder: Tiny) -> None:
             llm.set_memory(1024)
         with pytest.raises(OptionError, match="--memory 'much': a size such as 512MiB or 12GiB is needed"):
             llm.set_memory("much")
+        with pytest.raises(OptionError, match=r"set_memory\(None\): a size such as 512MiB"):
+            llm.set_memory(None)  # type: ignore[arg-type]
         assert llm.stats().stream["pass_bytes"] == before["pass_bytes"]
         assert llm.stats().limit_bytes == limit
         assert tokens_of(llm) == expected
