@@ -33,11 +33,13 @@ _LOOK_S = 0.05  # how often who waits for the draft model looks whether the requ
 
 
 class DraftModel:
-    """The draft model of an open model. `warn` is told what there is to know of its files. `close` ends it."""
+    """The draft model of an open model. `close` ends it, and tells `warn` what its load has found to be wrong with its
+    weights: it loads while an answer is printed, which a warning must not interrupt."""
 
     def __init__(self, plan: DraftPlan, *, warn: Callable[[str], None]) -> None:
         self.plan = plan
-        self._hooks = Hooks(warn=lambda text: warn(f"the draft model: {text}"))
+        self._found: list[str] = []
+        self._hooks, self._warn = Hooks(warn=self._found.append), warn
         self._opened: Future[LLM] = Future()
         self._thread: threading.Thread | None = None
 
@@ -98,6 +100,9 @@ class DraftModel:
             self._opened.result().close()
         except Exception:
             logger.debug("closing the draft model", exc_info=True)
+        for text in self._found:
+            self._warn(f"the draft model: {text}")
+        self._found.clear()
 
 
 @dataclass

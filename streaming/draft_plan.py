@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,13 +30,21 @@ class DraftPlan:
         """Weights, window and caches."""
         return self.prepared.budget.peak_nbytes
 
+    @property
+    def told(self) -> DraftPlan:
+        """The same, of which nobody needs to be warned any more."""
+        prepared = self.prepared
+        checkpoint, plan = replace(prepared.checkpoint, notes=()), replace(prepared.plan, warnings=())
+        return replace(self, prepared=replace(prepared, checkpoint=checkpoint, plan=plan))
+
 
 def prepare_with_draft(
     model: str, options: LoadOptions, *, draft_model: str | Path | None
 ) -> tuple[Prepared, DraftPlan | None]:
     """`prepare` for the model and, where one is named, for its draft model.
 
-    Raises as `prepare` does; OptionError where the draft model has tokens that the model has not, or several ranks are
+    What there is to know of the draft model's files is among the model's warnings. Raises as `prepare` does;
+    OptionError where the draft model has tokens that the model has not, or another tokenizer, or several ranks are
     asked for; BudgetError where --memory does not hold both.
     """
     if draft_model is None:
@@ -54,7 +62,10 @@ def prepare_with_draft(
             f"--draft-model {draft_model} has a vocabulary of {own} tokens, {model} one of {wanted}: a model of the "
             "same family is needed, with the same tokenizer"
         )
-    return prepared, draft
+    from streaming.draft_tokenizer import check_tokenizers
+
+    told = (*draft.prepared.warnings, *check_tokenizers(draft.prepared, prepared))
+    return _warned(prepared, [f"the draft model: {text}" for text in told]), draft.told
 
 
 def draft_beside(plan: DraftPlan | None, stack: ExitStack, *, warn: Callable[[str], None]) -> DraftModel | None:
@@ -65,6 +76,10 @@ def draft_beside(plan: DraftPlan | None, stack: ExitStack, *, warn: Callable[[st
     from streaming.draft_model import DraftModel
 
     return stack.enter_context(closing(DraftModel(plan, warn=warn)))
+
+
+def _warned(prepared: Prepared, more: Sequence[str]) -> Prepared:
+    return replace(prepared, plan=replace(prepared.plan, warnings=(*prepared.plan.warnings, *more)))
 
 
 def _prepare_draft(model: str, options: LoadOptions, *, is_limited: bool) -> Prepared:
@@ -87,7 +102,7 @@ def _prepare_beside(draft: DraftPlan, model: str, options: LoadOptions, limit: i
     if draft.nbytes >= limit:
         raise BudgetError(
             f"--memory {format_size(limit)} is too small: --draft-model {draft.model} alone needs "
-            f"{format_size(draft.nbytes)}"
+            f"{format_size(draft.nbytes)}; {_ways_out(draft, limit)}"
         )
     try:
         return prepare(model, options.within_memory(limit - draft.nbytes))
@@ -95,3 +110,9 @@ def _prepare_beside(draft: DraftPlan, model: str, options: LoadOptions, limit: i
         raise BudgetError(
             f"{error} (of --memory {format_size(limit)} the draft model takes {format_size(draft.nbytes)})"
         ) from None
+
+
+def _ways_out(draft: DraftPlan, limit: int) -> str:
+    """What would let it fit; a shorter context where its caches are what is too large."""
+    shorter = ", a smaller --max-model-len" if draft.nbytes - draft.prepared.budget.cache_nbytes < limit else ""
+    return f"try a larger --memory{shorter} or a smaller draft model"

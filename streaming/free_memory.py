@@ -34,4 +34,5 @@ def within_free_memory(prepared: Prepared) -> Prepared:
         f"the model takes {format_size(needed)}, but {format_size(free)} of memory are free: it is opened with "
         "--memory auto, and what does not fit is streamed"
     )
-    return replace(found, plan=replace(found.plan, warnings=(*found.plan.warnings, note)))
+    known = [text for text in prepared.plan.warnings if text not in found.plan.warnings]  # a draft model's
+    return replace(found, plan=replace(found.plan, warnings=(*found.plan.warnings, *known, note)))

@@ -87,6 +87,8 @@ class ModelText:
                 f"{len(prompts)} prompts and {len(params)} params were given: one for each, or one for all"
             )
         stop_ids: frozenset[int] = frozenset() if all(one.ignore_eos for one in every) else frozenset(self.stop_ids)
+        if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
+            raise OptionError("a list of prompts is needed, each text or a list of ids: [[1, 2, 3]] is one prompt")
         found = []
         for index, prompt in enumerate(prompts):
             ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)

@@ -85,6 +85,9 @@ class LoadOptions:
     rank_timeout: float = 60.0  # seconds that a rank may keep the others waiting; more than a step takes
 
     def __post_init__(self) -> None:
+        for name in ("quantization", "dtype", "device", "load_format", "kernels", "moe_load"):
+            if not isinstance(value := getattr(self, name), str):
+                raise OptionError(f"--{name.replace('_', '-')} {value!r}: a name is needed")
         _one_of("--dtype", self.dtype, tuple(DTYPES))
         _one_of("--kernels", self.kernels, KERNELS)
         _one_of("--reader", self.reader, READERS)

@@ -50,11 +50,13 @@ def run(options: argparse.Namespace) -> int:
     check_file_options(options)
     prompts, each = asked_prompts(options, params)
     prepared, draft = prepare_with_draft(options.model, cli.load_options(options), draft_model=options.draft_model)
+    if options.prompts is not None:
+        _check_file(prompts, options.prompts, prepared)
     progress = make_progress(options, prepared)
     hooks, leave = progress_hooks(progress), cli.leaver(options)
     with LLM.start(prepared, clock=clock, hooks=hooks, leave=leave, draft=draft) as llm:
         progress.show_ranks(llm.rank_progress)
-        asked = [llm.chat_prompt([{"role": "user", "content": str(p)}]) for p in prompts] if options.chat else prompts
+        asked = _as_asked(llm, prompts, options)
         try:
             _print_answers(llm, asked, options, progress, each)
         finally:
@@ -108,6 +110,28 @@ def prompts_of_file(options: argparse.Namespace, params: SamplingParams) -> tupl
         for index, one in enumerate(found)
     ]
     return [one.prompt for one in found], each
+
+
+def _check_file(prompts: Sequence[Prompt], path: Path, prepared: Prepared) -> None:
+    from streaming.prompt_file import check_ids
+
+    context = prepared.options.max_model_len or prepared.config.max_position_embeddings
+    check_ids(prompts, path, vocab_size=prepared.config.vocab_size, context_length=context)
+
+
+def _as_asked(llm: LLM, prompts: list[Prompt], options: argparse.Namespace) -> list[Prompt]:
+    """The prompts in the model's chat template, where that is wanted; those of a file as token ids."""
+
+    def encode(text: str) -> list[int]:
+        if options.chat:
+            return llm.chat_prompt([{"role": "user", "content": text}])
+        return llm.tokenizer.encode(text, add_special_tokens=True)
+
+    if options.prompts is not None:
+        from streaming.prompt_file import encode_prompts
+
+        return encode_prompts(prompts, options.prompts, encode=encode, context_length=llm.model.context_length)
+    return [encode(str(prompt)) for prompt in prompts] if options.chat else prompts
 
 
 def make_progress(options: argparse.Namespace, prepared: Prepared) -> Progress:

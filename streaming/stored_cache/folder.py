@@ -157,7 +157,8 @@ def _fill_for_writing(model: ModelFolder, folder: int, key: bytes, *, alone: boo
     _keep(model, units, size)
     model.end = aligned(max((unit.stop for unit in units if unit.stop <= size), default=0))
     if alone:
-        os.ftruncate(model.data, model.end)
+        if size != model.end:  # even a change to the same size is one by the file's times
+            os.ftruncate(model.data, model.end)
     else:
         model.end = max(model.end, aligned(size))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,24 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from examples.write_tiny_model import TinyModel
+from examples.write_tiny_model import TinyModel, write_tiny_model
 from layers.sampling_params import SamplingParams
-from streaming import LLM, BudgetError, Completion, Hooks, LoadOptions, OptionError, StreamingError, cli, open_llm
+from streaming import (
+    LLM,
+    BudgetError,
+    Completion,
+    Hooks,
+    LoadOptions,
+    OptionError,
+    StreamingError,
+    available_memory,
+    cli,
+    free_memory,
+    open_llm,
+)
 from streaming.draft_plan import prepare_with_draft
 from streaming.prepare import prepare
+from tests.streaming.byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 
 PROMPTS = [[5, 9, 2, 7, 5, 9, 2], [1], [33, 8, 120, 64]]
 Folders = Callable[[TinyModel], Path]
@@ -89,8 +103,6 @@ def test_closing_while_the_draft_still_loads_leaves_nothing_behind(tiny_folder: 
 
 
 def test_beyond_the_drafts_context_nothing_is_guessed(tiny_folder: Folders, tmp_path: Path) -> None:
-    import shutil
-
     folder = tiny_folder(MODEL)
     short = Path(shutil.copytree(folder, tmp_path / "short"))
     config = json.loads((short / "config.json").read_text())
@@ -139,6 +151,11 @@ def test_too_little_memory_for_both_is_refused_with_the_drafts_share(tiny_folder
     own = prepare(folder, LoadOptions()).budget.peak_nbytes
     with pytest.raises(BudgetError, match=rf"^--memory .* is too small: --draft-model {folder} alone needs "):
         LLM(folder, draft_model=folder, memory=own)
+    weights = own - prepare(folder, LoadOptions()).budget.cache_nbytes
+    for limit, way in ((own, "try a larger --memory, a smaller --max-model-len or a smaller draft model"),
+                       (weights, "try a larger --memory or a smaller draft model")):  # fmt: skip
+        with pytest.raises(BudgetError, match=f"; {way}$"):
+            prepare_with_draft(folder, LoadOptions(memory=limit), draft_model=folder)
     with pytest.raises(BudgetError, match=r"is too small.* \(of --memory .* the draft model takes .*\)$"):
         LLM(folder, draft_model=folder, memory=own + 100_000, max_model_len=512)
 
@@ -164,10 +181,84 @@ def test_what_there_is_to_know_of_its_files_is_told_as_the_drafts(tiny_folder: F
         odd |= load_file(file)
     save_file(odd, copy / "model.safetensors")
     with LLM(folder, draft_model=copy, hooks=Hooks(warn=told.append)) as llm:
+        before = list(told)
         answers_of(llm, 2, count=3)
-    assert len(told) == 1
-    assert told[0].startswith("the draft model: ")
-    assert "stored in float32 become bfloat16" in told[0]
+        assert llm.stats().warnings == tuple(told)
+    assert told == before
+    assert len(told) == 2
+    assert told[0].startswith("the draft model: 11 tensors stored in float32 become bfloat16 ")
+    assert told[1] == (
+        f"the draft model: its tokens are taken to be those of {folder}: there is no tokenizer in {copy} and {folder} "
+        "to compare"
+    )
+
+
+def test_what_its_load_finds_is_told_behind_the_answers(tiny_folder: Folders, tmp_path: Path) -> None:
+    told: list[str] = []
+    folder = tiny_folder(SMALL)
+    odd = Path(shutil.copytree(folder, tmp_path / "odd"))
+    for file in odd.glob("*.safetensors"):
+        save_file({name: tensor * float("nan") for name, tensor in load_file(file).items()}, file)
+    with LLM(folder, draft_model=odd, hooks=Hooks(warn=told.append)) as llm:
+        before = list(told)
+        answers_of(llm, 2)
+        assert told == before
+    assert len(told) > len(before)
+    assert all(text.startswith("the draft model: ") for text in told)
+
+
+def test_warnings_stay_when_the_model_turns_out_to_be_larger_than_what_is_free(
+    tiny_folder: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, other = str(tiny_folder(MODEL)), str(tiny_folder(SMALL))
+    prepared, _ = prepare_with_draft(folder, LoadOptions(), draft_model=other)
+    (warning,) = prepared.warnings
+    free = prepared.budget.peak_nbytes - 1
+    monkeypatch.setattr(free_memory, "available_nbytes", lambda: free)
+    monkeypatch.setattr(available_memory, "available_nbytes", lambda: free)
+    found = free_memory.within_free_memory(prepared)
+    assert found.plan.stream is not None
+    assert found.warnings[0] == warning
+    assert len(found.warnings) == 2
+
+
+# --- tokenizers -----------------------------------------------------------------------------------------------------
+
+
+def with_tokenizer(folder: Path, **options: str) -> str:
+    """A model of 260 tokens."""
+    made = write_tiny_model(folder, model=TinyModel(layers=1, dtype="float32", vocab_size=VOCAB_SIZE))
+    write_byte_tokenizer(made, **options)
+    return str(made)
+
+
+def test_the_same_tokens_are_nothing_to_tell_of(tmp_path: Path) -> None:
+    model = with_tokenizer(tmp_path / "model")
+    for name, added in (("same", ""), ("more", "<tool>")):
+        prepared, _ = prepare_with_draft(model, LoadOptions(), draft_model=with_tokenizer(tmp_path / name, added=added))
+        assert prepared.warnings == ()
+
+
+@pytest.mark.parametrize("last", ["7", "Ġ", "æ", "'"], ids=["a digit", "spaces", "other scripts", "quotes"])
+def test_other_ids_for_the_same_text_are_refused(last: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, other = with_tokenizer(tmp_path / "model"), with_tokenizer(tmp_path / "other", last=last)
+    assert cli.run(["generate", model, "--ids", "1", "--draft-model", other]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"firstlayer generate: error: --draft-model {other} has another tokenizer than {model} (ids "
+    )
+    assert said.endswith("): a model of the same family is needed\n")
+    assert said.count("\n") == 1
+
+
+def test_one_that_has_no_tokenizer_is_taken_for_the_same_with_a_warning(tmp_path: Path, tiny_folder: Folders) -> None:
+    model, other = with_tokenizer(tmp_path / "model"), tiny_folder(SMALL)
+    prepared, draft = prepare_with_draft(model, LoadOptions(), draft_model=other)
+    assert prepared.warnings == (
+        f"the draft model: its tokens are taken to be those of {model}: there is no tokenizer in {other} to compare",
+    )
+    assert draft is not None
+    assert draft.prepared.warnings == ()
 
 
 def test_several_ranks_are_refused(tiny_folder: Folders) -> None:
@@ -177,8 +268,6 @@ def test_several_ranks_are_refused(tiny_folder: Folders) -> None:
 
 
 def test_a_fault_of_its_load_is_told_as_the_drafts(tiny_folder: Folders, tmp_path: Path) -> None:
-    import shutil
-
     folder = tiny_folder(SMALL)
     broken = Path(shutil.copytree(folder, tmp_path / "broken"))
     file = next(broken.glob("*.safetensors"))

@@ -217,3 +217,10 @@ def test_a_closed_models_weights_go_with_their_last_user(four_layers: Path, read
         assert not [ref for ref in weights if ref() is not None]
     finally:
         gc.enable()
+
+
+def test_a_single_prompt_in_the_place_of_several_is_named(four_layers: Path) -> None:
+    with LLM(four_layers) as llm:
+        for wrong in ([5, 6, 7], "The sea"):
+            with pytest.raises(OptionError, match=r"a list of prompts is needed, .* \[\[1, 2, 3\]\] is one prompt"):
+                llm.complete(wrong, SamplingParams(max_tokens=1))

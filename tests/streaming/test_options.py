@@ -103,3 +103,9 @@ def test_the_properties_give_bytes_and_none_where_nothing_was_said() -> None:
 def test_an_unknown_option_is_an_error() -> None:
     with pytest.raises(TypeError, match="quantisation"):
         LoadOptions(quantisation="none")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", ["quantization", "dtype", "device", "load_format", "kernels", "moe_load"])
+def test_what_is_no_name_is_refused_by_its_option(name: str) -> None:
+    with pytest.raises(OptionError, match=f"^--{name.replace('_', '-')} None: a name is needed$"):
+        LoadOptions(**{name: None})

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from examples.write_tiny_model import TinyModel
+from examples.write_tiny_model import TinyModel, write_tiny_model
 from streaming import LLM, OptionError, SamplingParams, cli
-from streaming.prompt_file import FilePrompt, read_prompt_file
+from streaming.prompt_file import FilePrompt, encode_prompts, read_prompt_file
+from tests.streaming.byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 
 GOOD = '{"ids": [5, 9, 2]}\n{"ids": [1], "max_tokens": 2}\n{"ids": [33, 8]}\n'
 
@@ -41,6 +42,11 @@ def test_each_line_of_json_is_a_prompt_with_a_length_of_its_own(tmp_path: Path) 
         ("p.csv", "one", "p.csv: a .txt or .jsonl file is needed, and its name ends with '.csv'"),
         ("p", "one", "p: a .txt or .jsonl file is needed, and its name ends with ''"),
         ("p.jsonl", GOOD + '{"ids": [1}', "p.jsonl, line 4: is no JSON (Expecting ',' delimiter: line 1 column 11"),
+        (
+            "p.jsonl",
+            GOOD + '{"ids": [' + "9" * 6000 + "]}",
+            "line 4: holds a number of 6000 digits, which is neither a",
+        ),
         ("p.jsonl", "[" * 100_000, "p.jsonl, line 1: is no JSON ("),
         ("p.jsonl", '"text"', 'p.jsonl, line 1: an object such as {"prompt": "..."} is needed, found "text"'),
         ("p.jsonl", '{"text": "a"}', "p.jsonl, line 1: 'text' is not one of prompt, ids, max_tokens"),
@@ -134,5 +140,87 @@ def test_what_does_not_go_together_is_refused_in_one_line(
 
 
 def test_a_file_that_is_not_there_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["generate", str(folder), "--prompts", "nowhere.txt"]) == 1
-    assert "nowhere.txt: No such file or directory" in capsys.readouterr().err
+    assert cli.run(["generate", str(folder), "--prompts", "nowhere.txt"]) == 2
+    said = capsys.readouterr()
+    assert said.err == "firstlayer generate: error: --prompts nowhere.txt: No such file or directory\n"
+
+
+def test_a_folder_is_no_list_of_prompts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p.txt").mkdir()
+    assert cli.run(["generate", str(folder), "--prompts", str(tmp_path / "p.txt")]) == 2
+    assert f"--prompts {tmp_path}/p.txt: Is a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"ids": [1, 160]}', "token id 160 is not in the vocabulary of 160 (0 to 159)"),
+        ('{"ids": [-1]}', "token id -1 is not in the vocabulary of 160 (0 to 159)"),
+        (json.dumps({"ids": [1] * 32}), "the prompt has 32 tokens, and the context holds 32 with the answer"),
+    ],
+)
+def test_a_prompt_that_the_model_cannot_take_is_named_by_its_line(
+    line: str, words: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, "p.jsonl", GOOD + line + "\n")
+    assert cli.run(["generate", str(folder), "--prompts", str(path), "--max-model-len", "32"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"firstlayer generate: error: --prompts {path}, line 4: {words}")
+    assert said.err.count("\n") == 1
+
+
+# --- texts ----------------------------------------------------------------------------------------------------------
+
+
+def of_two(text: str) -> list[int]:
+    """A token for every two characters."""
+    return list(range((len(text) + 1) // 2))
+
+
+def test_texts_become_ids_and_ids_stay() -> None:
+    found = encode_prompts(["abcd", [7, 8], "x" * 18], Path("p.txt"), encode=of_two, context_length=10)
+    assert found == [[0, 1], [7, 8], list(range(9))]
+
+
+def test_a_text_that_the_context_does_not_hold_is_named_by_its_line() -> None:
+    with pytest.raises(OptionError) as caught:
+        encode_prompts(["ab", "x" * 20], Path("p.txt"), encode=of_two, context_length=10)
+    assert str(caught.value).startswith("--prompts p.txt, line 2: the prompt has 10 tokens, and the context holds 10 ")
+    with pytest.raises(OptionError, match=r"^--prompts p.txt, line 1: the prompt has no token: at least one"):
+        encode_prompts(["ab"], Path("p.txt"), encode=lambda text: [], context_length=10)
+
+
+def test_of_a_text_that_is_far_too_long_only_the_beginning_is_encoded() -> None:
+    asked: list[int] = []
+
+    def encode(text: str) -> list[int]:
+        asked.append(len(text))
+        return of_two(text)
+
+    with pytest.raises(OptionError, match="line 1: the prompt has more than 20 tokens, and the context holds 10 with"):
+        encode_prompts(["x" * 1_000_000], Path("p.txt"), encode=encode, context_length=10)
+    assert asked == [160]
+
+
+def test_a_long_text_of_few_tokens_is_not_refused_for_its_characters() -> None:
+    found = encode_prompts([" " * 100_000], Path("p.txt"), encode=lambda text: [5], context_length=10)
+    assert found == [[5]]
+
+
+def test_texts_of_a_file_are_answered_as_each_alone_is_and_named_by_their_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_tiny_model(tmp_path / "model", model=TinyModel(layers=2, dtype="float32", vocab_size=VOCAB_SIZE))
+    write_byte_tokenizer(folder)
+    texts = ["The sea", "Größe 1984 — "]
+    path = written(tmp_path, "p.txt", "\n".join(texts))
+    command = ["generate", str(folder), "--max-tokens", "3", "--max-model-len", "20"]
+    assert cli.run([*command, "--prompts", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["completions"]
+    with LLM(folder) as llm:
+        wanted = [llm.complete([text], SamplingParams(max_tokens=3))[0] for text in texts]
+    assert [(one["token_ids"], one["text"]) for one in found] == [(list(one.token_ids), one.text) for one in wanted]
+    written(tmp_path, "p.txt", "The sea\n" + "sea" * 7)
+    assert cli.run([*command, "--prompts", str(path)]) == 2
+    assert f"--prompts {path}, line 2: the prompt has 21 tokens, and the" in capsys.readouterr().err

@@ -178,22 +178,6 @@ def test_closing_waits_for_a_load_that_goes_on(tmp_path: Path, monkeypatch: pyte
     assert not cache.holds("u0")
 
 
-def test_the_checksum_is_verified_once_in_a_process(tmp_path: Path) -> None:
-    folder = fill(tmp_path, range(2))
-    with Opened(tmp_path) as cache:
-        assert loaded(cache, 1)
-        at = cache.tensors("u1")[0].offset
-        with (folder / "data.bin").open("r+b") as file:
-            file.seek(at)
-            byte = file.read(1)[0]
-            file.seek(at)
-            file.write(bytes([byte ^ 1]))
-        assert loaded(cache, 1) is False  # as the file is now: it was verified before
-    with Opened(tmp_path) as cache:
-        assert loaded(cache, 1) is None
-        assert loaded(cache, 0)
-
-
 def test_units_whose_bytes_changed_are_forgotten_and_put_again(tmp_path: Path) -> None:
     folder = fill(tmp_path, range(3))
     with (folder / "data.bin").open("r+b") as file:

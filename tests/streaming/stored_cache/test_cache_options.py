@@ -9,6 +9,7 @@ import pytest
 from streaming.cli import load_options, make_parser
 from streaming.errors import OptionError
 from streaming.options import LoadOptions
+from streaming.stored_cache import default_limit_nbytes
 
 
 def test_the_command_line_says_where_and_how_much() -> None:
@@ -34,6 +35,11 @@ def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
     for folder in ("", str(tmp_path / "file")):
         with pytest.raises(OptionError, match=f"--cache-dir '{folder}': a folder is needed"):
             LoadOptions(cache_dir=folder)
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "a\0b", "deeper/" * 700])
+def test_a_name_that_the_system_refuses_has_a_default_size_too(name: str, tmp_path: Path) -> None:
+    assert default_limit_nbytes(tmp_path / name) == default_limit_nbytes(tmp_path)
 
 
 def test_a_folder_in_which_nothing_may_be_is_refused() -> None:
