@@ -6,7 +6,6 @@ import ctypes
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 
 import torch
 
@@ -16,7 +15,8 @@ from streaming.errors import LayerLoadError, StreamClosedError
 from streaming.file_ranges import FileRanges, open_ranges
 from streaming.load_plan import LoadItem
 from streaming.open_files import CHANGED, FileState, OpenFiles
-from streaming.page_cache import drop, is_cached
+from streaming.page_cache import O_DIRECT, drop, is_cached
+from streaming.past_cache import PastCache
 from streaming.piece_cutting import cut_pieces
 from streaming.pipeline import read_fault
 from streaming.read_choice import states_of
@@ -29,9 +29,12 @@ _FAULTS = {SHORT: "short", CHANGED: "changed"}
 class ItemBytes:
     """A file is opened for its first piece and closed behind its last, where each item is read once."""
 
-    def __init__(self, numbers: Mapping[WeightFile, int], files: OpenFiles | None) -> None:
-        """`files`: those of this machine, by their numbers; None where weights are made up, or come from an address."""
-        self._numbers, self._files = numbers, files
+    def __init__(
+        self, numbers: Mapping[WeightFile, int], files: OpenFiles | None, *, past: PastCache | None = None
+    ) -> None:
+        """`files`: those of this machine, by their numbers; None where weights are made up, or come from an address.
+        `past`: the same, to be read past the page cache."""
+        self._numbers, self._files, self._past = numbers, files, past
         self._ranges: dict[WeightFile, FileRanges] = {}
         self._lock, self._closed = threading.Lock(), False
 
@@ -78,22 +81,41 @@ class ItemBytes:
         for piece, data in zip(pieces, found, strict=True):
             put_own(memoryview(data), piece, memory)
 
-    @contextmanager
-    def passing_by(self, item: LoadItem) -> Iterator[None]:
-        """Around a read of the item: its bytes do not stay in the system's page cache, unless they were there before,
-        for whoever wants them."""
-        if self._files is None:
-            yield
-            return
+    def read_by(self, item: LoadItem, into: torch.Tensor | None = None) -> torch.Tensor:
+        """The same, and the item's bytes do not stay in the system's page cache, unless they were there before, for
+        whoever wants them. Past the cache where the system reads so, which spares it the work with its pages."""
+        if self._files is None or not item.nbytes:
+            return self.read(item, into)
         file = self._numbers[item.tensor.file]
         descriptor = self._files.take(file)
         try:
-            was_there = is_cached(descriptor, item.file_offset, item.nbytes)
-            yield
-            if not was_there:
-                drop(descriptor, item.file_offset, item.nbytes)
+            if is_cached(descriptor, item.file_offset, item.nbytes):
+                return self.read(item, into)
+            if self._past is not None and not item.stride_nbytes and self._past.is_open:
+                raw = torch.empty(item.nbytes, dtype=torch.uint8) if into is None else into.view(-1).view(torch.uint8)
+                if self._read_past(item, file, raw):
+                    return raw
+            raw = self.read(item, into)
+            drop(descriptor, item.file_offset, item.nbytes)
+            return raw
         finally:
             self._files.give_back(file, pieces=0)
+
+    def _read_past(self, item: LoadItem, file: int, raw: torch.Tensor) -> bool:
+        """False where the file cannot be read so."""
+        assert self._past is not None
+        for piece in _pieces_of(item, file):
+            if self._closed:
+                raise StreamClosedError("the model was closed while a weight was read")
+            try:
+                code = self._past.fill(piece, raw)
+            except OSError as error:
+                raise _failure(item, error.errno or 0) from error
+            if code is None:
+                return False
+            if code:
+                raise _failure(item, _FAULTS[code])
+        return True
 
     def cancel(self) -> None:
         """Make whoever reads in another thread leave soon."""
@@ -110,6 +132,8 @@ class ItemBytes:
             one.close()
         if self._files is not None:
             self._files.close()
+        if self._past is not None:
+            self._past.close()
 
 
 def open_item_bytes(
@@ -129,7 +153,9 @@ def open_item_bytes(
         return ItemBytes(numbers, None)
     known = [states.get(file) or states_of([file])[0] for file in uses]
     left = [_EVER if again else count for count in uses.values()]
-    return ItemBytes(numbers, OpenFiles([str(file) for file in uses], known, left, exactly=again))
+    paths = [str(file) for file in uses]
+    past = PastCache(OpenFiles(paths, known, left, flags=O_DIRECT)) if again and O_DIRECT else None
+    return ItemBytes(numbers, OpenFiles(paths, known, left, exactly=again), past=past)
 
 
 def _failure(item: LoadItem, error: int | str) -> LayerLoadError:

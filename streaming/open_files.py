@@ -26,12 +26,13 @@ class OpenFiles:
     """Descriptors of numbered files, by need. Where no more can be opened, those that nobody uses now are closed."""
 
     def __init__(
-        self, paths: Sequence[str], states: Sequence[FileState], uses: Sequence[int], *, exactly: bool = False
-    ) -> None:
+        self, paths: Sequence[str], states: Sequence[FileState], uses: Sequence[int], *, exactly: bool = False,
+        flags: int = 0,
+    ) -> None:  # fmt: skip
         """`uses`: how many pieces of each file will be taken in all. `exactly`: the system is to read what it is asked
-        for and nothing behind it."""
+        for and nothing behind it. `flags`: of open, beside those for reading."""
         self._paths, self._states, self._left = paths, states, list(uses)
-        self._exactly = exactly
+        self._exactly, self._flags = exactly, flags | os.O_RDONLY | os.O_CLOEXEC
         self._open: dict[int, int] = {}
         self._users = [0] * len(paths)
         self._closed = False
@@ -76,7 +77,7 @@ class OpenFiles:
             self._close([other for other in self._open if not self._users[other]])
         while True:
             try:
-                descriptor = os.open(self._paths[file], os.O_RDONLY | os.O_CLOEXEC)
+                descriptor = os.open(self._paths[file], self._flags)
                 if self._exactly and hasattr(os, "posix_fadvise"):
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
                 return descriptor

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
+O_DIRECT = getattr(os, "O_DIRECT", 0)  # of open: past the cache; 0 where there is no such thing
+
 
 def is_cached(descriptor: int, offset: int, nbytes: int) -> bool:
     """Whether a file's bytes are in the page cache, by a look at the first, the middle and the last of them. False

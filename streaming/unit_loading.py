@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -44,8 +44,8 @@ Stored = Mapping[str, torch.Tensor]
 class StoredForms(Protocol):
     """Where stored forms are kept once they have been made (streaming.stored_cache)."""
 
-    def load(self, unit: str, into: Stored) -> bool:
-        """Fill the tensors; False where the unit is not there, or not what was written."""
+    def load(self, unit: str, into: Stored, *, past: bool = False) -> bool:
+        """Fill the tensors; False where the unit is not there, or not what was written. `past`: past the page cache."""
         ...
 
     def put(self, unit: str, tensors: Stored) -> None:
@@ -163,7 +163,7 @@ class UnitLoading:
             return False
         self.residency.mark(unit.layer, "read")
         begin_s, was_there = time.monotonic(), self.drop_behind and self.forms.is_cached(unit.name)
-        if not self.forms.load(unit.name, tensors):
+        if not self.forms.load(unit.name, tensors, past=self.drop_behind):
             self._kept.discard(unit.name)
             return False
         self._kept.add(unit.name)
@@ -194,8 +194,7 @@ class UnitLoading:
                 del wide  # on the stream that it belongs to
 
     def _bring(self, item: LoadItem, into: torch.Tensor | None) -> torch.Tensor:
-        with self.items.passing_by(item) if self.drop_behind else nullcontext():
-            return self.items.read(item, into)
+        return self.items.read_by(item, into) if self.drop_behind else self.items.read(item, into)
 
     def _note(self, unit: Unit, item: LoadItem) -> None:
         with self._noting:

@@ -17,12 +17,21 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streaming.page_cache import drop, is_cached
 from streaming.sizes import format_size
-from streaming.stored_cache.data_file import DataState, byte_view, data_state, read_whole, write_whole
+from streaming.stored_cache.data_file import (
+    DataState,
+    Read,
+    byte_view,
+    data_state,
+    read_past,
+    read_whole,
+    write_whole,
+)
 from streaming.stored_cache.eviction import DATA, make_room, remove_model
 from streaming.stored_cache.folder import ModelFolder, open_model_folder
 from streaming.stored_cache.journal import (
@@ -38,6 +47,8 @@ from streaming.stored_cache.key import THIS_RUN, key_bytes, key_word
 
 if TYPE_CHECKING:
     import torch
+
+    from streaming.past_cache import PastFile
 
 SYNC_NBYTES = 256 << 20
 
@@ -102,6 +113,7 @@ class StoredCache:
         self._last_stop = max((unit.stop for unit in self._units.values()), default=0)
         self._unsynced: set[str] = set()
         self._unsynced_nbytes = 0
+        self._past: PastFile | None = None  # the data file, to be read past the page cache
         self._drop_later: dict[str, CachedUnit] = {}  # a page goes only when it is on the disk
 
     # --- what is there
@@ -136,8 +148,9 @@ class StoredCache:
 
     # --- reading
 
-    def load(self, unit: str, into: Mapping[str, torch.Tensor]) -> bool:
-        """Fill the tensors (on the CPU, row after row) from the disk: whether they hold the unit now.
+    def load(self, unit: str, into: Mapping[str, torch.Tensor], *, past: bool = False) -> bool:
+        """Fill the tensors (on the CPU, row after row) from the disk: whether they hold the unit now. `past`: past the
+        system's page cache, where the unit is not there.
 
         False where it is not there, has other tensors than these by name, dtype or shape, or is not what was written:
         then it is forgotten, may be put again, and the tensors hold anything.
@@ -148,7 +161,10 @@ class StoredCache:
                 found = self._units.get(unit)
             if model is None or found is None:
                 return False
-            good = holds_same(found, into) and self._filled(model, found, memory)
+            read: Read = partial(read_whole, model.data)
+            if past and not is_cached(model.data, found.start, found.stop - found.start):
+                read = self._past_reader(model) or read
+            good = holds_same(found, into) and self._filled(model, found, memory, read)
             with self._changed:
                 if not good:
                     self._verified.pop(found, None)
@@ -156,18 +172,28 @@ class StoredCache:
                         del self._units[unit]
             return good
 
-    def _filled(self, model: ModelFolder, unit: CachedUnit, memory: Mapping[str, memoryview]) -> bool:
+    def _past_reader(self, model: ModelFolder) -> Read | None:
+        """What reads the data file past the page cache; None where that cannot be."""
+        from streaming.past_cache import PastFile
+
+        with self._changed:
+            if self._past is None:
+                self._past = PastFile(model.data)
+            past = self._past
+        return partial(read_past, past) if past.is_open else None
+
+    def _filled(self, model: ModelFolder, unit: CachedUnit, memory: Mapping[str, memoryview], read: Read) -> bool:
         """Whether the memory holds what was written: it has the checksum, or is of a file that has not changed since
         it had."""
         try:
             before = self._look(model)
             if self._verified.get(unit) == before:
-                _fill(model.data, unit, memory, crc=None)
+                _fill(read, unit, memory, crc=None)
                 after = self._look(model)
                 if after == before:
                     return True
                 before = after
-            if _fill(model.data, unit, memory, crc=0) != unit.checksum:
+            if _fill(read, unit, memory, crc=0) != unit.checksum:
                 return False
             if before.is_settled and self._look(model) == before:
                 self._verified[unit] = before
@@ -333,6 +359,8 @@ class StoredCache:
             model, self._model = self._model, None
             self._changed.wait_for(lambda: not self._users)
             self._units.clear()
+        if self._past is not None:
+            self._past.close()
         if model is None:
             return
         if self._writes and self._unsynced and not self._only_this_run:
@@ -346,10 +374,10 @@ class StoredCache:
             remove_model(self._path.parent, self._path.name)
 
 
-def _fill(descriptor: int, unit: CachedUnit, memory: Mapping[str, memoryview], *, crc: int | None) -> int | None:
+def _fill(read: Read, unit: CachedUnit, memory: Mapping[str, memoryview], *, crc: int | None) -> int | None:
     """Read the unit; the checksum `crc` (None: none is wanted) carried on over it. Raises EOFError, OSError."""
     for one in unit.tensors:
-        crc = read_whole(descriptor, memory[one.name], offset=one.offset, crc=crc)
+        crc = read(memory[one.name], offset=one.offset, crc=crc)
     return crc
 
 

@@ -12,10 +12,12 @@ import os
 import time
 import zlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
+
+    from streaming.past_cache import PastFile
 
 PIECE_NBYTES = 16 << 20  # of one call
 SETTLED_NS = 2_000_000_000  # times of files go in steps, of 2 s on some file systems
@@ -63,6 +65,24 @@ def read_whole(descriptor: int, memory: memoryview, *, offset: int, crc: int | N
         crc = None if crc is None else zlib.crc32(piece[:taken], crc)
         done += taken
     return crc
+
+
+class Read(Protocol):
+    """What fills memory from the data file, as `read_whole` does."""
+
+    def __call__(self, memory: memoryview, *, offset: int, crc: int | None) -> int | None:
+        """Raises EOFError, OSError."""
+        ...
+
+
+def read_past(file: PastFile, memory: memoryview, *, offset: int, crc: int | None) -> int | None:
+    """The same past the system's page cache."""
+    import torch
+
+    if not len(memory):
+        return crc
+    file.read(torch.frombuffer(memory, dtype=torch.uint8), offset=offset)
+    return crc if crc is None else zlib.crc32(memory, crc)
 
 
 def write_whole(descriptor: int, memory: memoryview, *, offset: int, crc: int) -> int:

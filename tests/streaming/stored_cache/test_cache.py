@@ -343,3 +343,34 @@ def test_a_limit_of_nothing_touches_no_disk(tmp_path: Path) -> None:
 def test_the_limit_is_said(tmp_path: Path) -> None:
     with Opened(tmp_path) as cache:
         assert cache.limit_nbytes == LIMIT
+
+
+def test_what_is_read_past_the_page_cache_is_checked_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import random
+
+    monkeypatch.setattr(cache_module, "is_cached", lambda descriptor, offset, nbytes: False)
+    monkeypatch.setattr("streaming.past_cache.BUFFER_NBYTES", 8192)
+    chance = random.Random(3)
+    units = {
+        f"u{number}": {
+            name: torch.tensor(list(chance.randbytes(chance.randint(1, 30_000))), dtype=torch.uint8)
+            for name in ("weight", "weight_scale", "empty")[: 1 + number % 2]
+        }
+        for number in range(6)
+    }
+    with Opened(tmp_path) as cache:
+        for name, tensors in units.items():
+            cache.put(name, tensors)
+        for _ in range(2):  # right behind the writes, and once more
+            for name, tensors in units.items():
+                found = {one: torch.zeros_like(tensor) for one, tensor in tensors.items()}
+                assert cache.load(name, found, past=True)
+                assert all(torch.equal(found[one], tensors[one]) for one in tensors)
+        at = cache.tensors("u3")[0].offset
+        with cache.file.open("r+b") as file:
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 1]))
+        found = {one: torch.zeros_like(tensor) for one, tensor in units["u3"].items()}
+        assert cache.load("u3", found, past=True) is False
