@@ -69,7 +69,7 @@ def _stored(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return stored
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow), torch.float32])
 @pytest.mark.parametrize("name", scheme_names())
 def test_bits_do_not_depend_on_threads(
     name: str, dtype: torch.dtype, numbers: dict[tuple[int, int], torch.Tensor], pools: tuple[PanelPool, PanelPool]

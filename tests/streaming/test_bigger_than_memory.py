@@ -93,7 +93,13 @@ def test_every_scheme_streams(scheme: str, tiny_folder: Tiny) -> None:
     assert_same_answers(tiny_folder(TinyModel(layers=3)), 0.2, quantization=scheme)
 
 
-@pytest.mark.parametrize("case", [name for name in FAMILY_CASES if "," not in name])
+QUICK = ("gpt2", "gemma2", "cohere", "phi", "stablelm", "gpt_oss", "deepseek_v3", "mixtral", "qwen2_moe")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILY_CASES],
+)
 def test_every_family_uses_its_weights_in_the_order_in_which_they_come(
     case: str, family_folder: Callable[[str], Path]
 ) -> None:

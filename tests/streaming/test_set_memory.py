@@ -25,6 +25,7 @@ from tests.streaming.waiting import until
 
 IDS = some_ids(7, vocab_size=101, seed=3)
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(max_tokens=STREAMED_CACHE_TOKENS + 100, ignore_eos=True)
 Tiny = Callable[[TinyModel], Path]
 
 
@@ -198,14 +199,16 @@ def test_nothing_is_left_of_a_model_that_began_to_stream(tiny_folder: Tiny) -> N
 def test_long_answers_take_the_place_of_weights_that_stay_and_give_it_back(tiny_folder: Tiny) -> None:
     folder = tiny_folder(TinyModel(layers=4, kv_heads=4))
     with LLM(folder) as llm:
-        long = llm.complete([IDS], SamplingParams(max_tokens=3 * STREAMED_CACHE_TOKENS, ignore_eos=True))[0].token_ids
+        long = llm.complete([IDS], LONG)[0].token_ids
         short = tokens_of(llm)
     least, whole = limits_of(folder)
     limit = whole - (whole - least) // 3
     with LLM(folder, memory=limit) as llm:
         assert tokens_of(llm) == short
         before = llm.stats().stream["pass_bytes"]
-        found = llm.complete([IDS], SamplingParams(max_tokens=3 * STREAMED_CACHE_TOKENS, ignore_eos=True))[0].token_ids
+        found = llm.complete([IDS], SamplingParams(max_tokens=STREAMED_CACHE_TOKENS + 100, ignore_eos=True))[
+            0
+        ].token_ids
         assert found == long
         during = llm.stats()
         assert during.stream["pass_bytes"] > before

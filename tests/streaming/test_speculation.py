@@ -102,7 +102,10 @@ def llm(folder_of: Callable[[str], Path]) -> Iterator[LLM]:
 # --- the same answers -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [one if one in ("llama", "mixtral") else pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES],
+)
 def test_in_float32_the_tokens_are_those_of_plain_greedy(family: str, folder_of: Callable[[str], Path]) -> None:
     """Right and wrong guesses, of all sequences of a batch at once, each accepted for itself."""
     prompts = [ids[:60] for ids in PROMPTS] if family in ("deepseek_v3", "mixtral") else PROMPTS

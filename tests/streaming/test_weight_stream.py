@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,13 +75,14 @@ def units_of(llm: LLM) -> tuple[Unit, ...]:
 def test_the_first_weights_of_the_next_pass_come_before_it_is_asked_for(folder: Path, reads: Reads) -> None:
     with streamed(folder) as llm:
         expected = [item.tensor.name for unit in units_of(llm) for item in unit.items]
-        llm.logits(IDS)
-        until(lambda: len(reads.names) > len(expected))
-        ahead = reads.names[len(expected) :]
-        assert ahead == expected[: len(ahead)]
-        llm.logits(IDS)
-        until(lambda: len(reads.names) > 2 * len(expected))
-        assert sorted(reads.names[: 2 * len(expected)]) == sorted(2 * expected)  # each once in each pass
+        for number in (1, 2):
+            llm.logits(IDS)
+            until(lambda number=number: len(reads.names) > number * len(expected) + 2)
+            times = Counter(list(reads.names))  # two threads read: what one took first the other may note first
+            assert min(times[name] for name in expected) == number  # each once in each pass
+            ahead = {name for name, count in times.items() if count > number}
+            assert ahead
+            assert ahead <= set(expected[: len(ahead) + 1])
 
 
 def test_no_more_is_read_ahead_than_the_ring_holds(folder: Path, reads: Reads) -> None:
