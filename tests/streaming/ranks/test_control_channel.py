@@ -130,6 +130,7 @@ def test_where_all_have_joined_a_rank_too_many_is_refused_and_ends_nothing(hub: 
         assert hub.failure is None
 
 
+@pytest.mark.slow
 def test_silent_strangers_keep_no_follower_out(hub: Hub) -> None:
     with contextlib.ExitStack() as strangers:
         links = [strangers.enter_context(connected(hub, b'{"kind":')) for _ in range(65)]  # one more than are kept
