@@ -23,6 +23,11 @@ NORM_BIAS = "model.norm.bias"
 # The first layer adds the positions, so that the table is needed neither for nor before the embedding rows.
 POSITIONS_WEIGHT = "model.layers.0.embed_positions.weight"
 
+# The head's matmul runs over this many rows of the vocabulary at a time, always the same ones: so its bits do not
+# depend on how much of it had arrived, and it can begin before its last rows are read. A multiple of every scale
+# block's height.
+CHUNK_ROWS = 8192
+
 
 WHOLE, ROWS, COLUMNS = Sharding(Split.WHOLE), Sharding(Split.ROWS), Sharding(Split.COLUMNS)
 VOCABULARY = Sharding(Split.VOCABULARY)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from layers.architecture import CHUNK_ROWS as CHUNK_ROWS
 from layers.context import StepContext
 from layers.cuts import vocabulary_rows
 from layers.linear import declare, stored_rows
@@ -22,11 +23,6 @@ from layers.weights import ParamSpec
 from quant.scheme import Scheme
 from quant.sections import rows_at_once
 from quant.wide import Wide
-
-# The head's matmul runs over this many rows of the vocabulary at a time, always the same ones: so its bits do not
-# depend on how much of it had arrived, and it can begin before its last rows are read. A multiple of every scale
-# block's height.
-CHUNK_ROWS = 8192
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from quant.requantize import requantize, wide_rows
 from quant.scheme import Scheme, empty_stored
 from quant.shared_scales import Scope, SectionCut, local_maxima, quantize_part, quantize_whole
 from streaming.load_plan import LoadItem
-from streaming.stages import is_as_stored, item_views
+from streaming.stages import item_views
 
 Maximum = Callable[[torch.Tensor], torch.Tensor]
 """The elementwise maximum over the ranks that share a layer; entered by all of them in plan order."""
@@ -87,7 +87,7 @@ class CutArrivals:
         if self._key != (param.name, run):
             self._held = {}  # before there is another
             self._key, self._held = (param.name, run), _empty(param, item.form.kept, run, wide.device)
-        if is_as_stored(item):
+        if item.is_as_stored:
             place = self._held[item.fills][slice(*item.rows)]
             place.copy_(same_bytes(wide, place))
         else:

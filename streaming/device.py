@@ -23,7 +23,7 @@ from streaming.budget import passing_nbytes
 from streaming.errors import BudgetError, OptionError
 from streaming.kept_maps import KeptMaps
 from streaming.plan import LayerPlan, LoadItem, LoadPlan
-from streaming.read_plan import ALIGNMENT, ReadPlan, Region
+from streaming.read_plan import ReadPlan, Region, aligned
 from streaming.reader import Reader
 from streaming.sizes import format_size
 
@@ -251,7 +251,7 @@ class Arena:
         for param, specs in storage.items():
             for spec in specs.values():
                 self._places[param].append((end, spec.nbytes))
-                end += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+                end += aligned(spec.nbytes)
         self._memory = _huge_memory(end) if end else None
         whole = torch.empty(0, dtype=torch.uint8) if self._memory is None else _bytes_of(self._memory)
         for param, specs in storage.items():

@@ -13,13 +13,10 @@ circle: the unit that is computed next is fetched first, and whatever else is in
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-
-import torch
 
 from streaming.errors import BudgetError, StreamClosedError
 from streaming.expert_fetching import ExpertFetcher, name_of
@@ -29,6 +26,7 @@ from streaming.expert_plan import FETCHING_THREADS, ExpertLayer
 from streaming.expert_policy import EvictionPolicy, ExpectedUse, Unit
 from streaming.residency import Residency
 from streaming.sizes import format_size
+from streaming.workers import Workers
 
 PATIENCE_S = 0.2  # of idleness, after which free room is filled
 FILLING_THREADS = 2  # of those that fetch: the others are free for a request that begins
@@ -78,17 +76,14 @@ class ExpertCache:
         self._wanted: list[Unit] = []  # of the layer that is computed, from the unit in use on
         self._foreseen: list[Unit] = []
         self._guessed: set[Unit] = set()  # those of them that were absent then
-        self._visit = (
-            len(self.layers),
-            0.0,
-        )  # the layer that was asked for last, and when, later by what was waited since
+        # The layer that was asked for last, and when, later by what was waited since.
+        self._visit = (len(self.layers), 0.0)
         self._early: set[Unit] = set()  # fetched because they were foreseen, and their layer has not come yet
-        self._changed = threading.Condition()
-        self._threads: list[threading.Thread] = []
+        self._workers = Workers(self.residency)
+        self._changed = self._workers.changed
         self._filling = self._passes = 0
         self._idle_since_s = 0.0
-        self._base_is_loaded = self._stopped = False
-        self._error: BaseException | None = None
+        self._base_is_loaded = False
 
     # --- the forward's side
 
@@ -192,10 +187,7 @@ class ExpertCache:
 
     def start(self) -> None:
         """Begin to fetch what is needed."""
-        for number in range(FETCHING_THREADS):
-            thread = threading.Thread(target=self._work, name=f"firstlayer-experts-{number}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        self._workers.start(FETCHING_THREADS, name="firstlayer-experts", take=self._take, carry_out=self._fetch)
 
     def base_loaded(self) -> None:
         """The layers without their experts are there: the load is over."""
@@ -208,11 +200,7 @@ class ExpertCache:
     def wait(self) -> bool:
         """Block until the load is over: True, or False when the cache was closed before. Raises the error that ended
         it."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped or self._error is not None or self._base_is_loaded)
-            if self._error is not None:
-                raise self._error
-            return self._base_is_loaded
+        return self._workers.wait_until(lambda: self._base_is_loaded)
 
     def set_capacity(self, nbytes: int) -> None:
         """Let experts have so much memory from now on; returns once no more is held. Not from the forward thread while
@@ -220,22 +208,19 @@ class ExpertCache:
         self._check_capacity(nbytes)
         with self._changed:
             self.capacity_nbytes = nbytes
-            while not (self._stopped or self._make_room(0, behind=0)):
+            while not (self._workers.stopped or self._make_room(0, behind=0)):
                 self._changed.notify_all()  # of those that went some may be wanted again
                 self._changed.wait()
             self._changed.notify_all()
 
     def close(self) -> None:
         """Begin nothing more, and leave what is being read."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
+        self._workers.stop()
         self.fetcher.items.cancel()
 
     def join(self) -> None:
         """Wait for the threads' end; only after `close`."""
-        for thread in self._threads:
-            thread.join()
+        self._workers.join()
         self.fetcher.items.close()
 
     def _check_capacity(self, nbytes: int) -> None:
@@ -248,21 +233,10 @@ class ExpertCache:
 
     # --- the fetching threads
 
-    def _work(self) -> None:
-        torch.set_num_threads(1)  # thread-local, as is the next
-        with torch.inference_mode():
-            while (unit := self._take()) is not None:
-                try:
-                    self._fetch(unit)
-                except StreamClosedError as error:
-                    self._end(None if self._stopped else error)
-                except Exception as error:
-                    self._end(error)
-
     def _take(self) -> Unit | None:
         """The next unit to fetch, with its memory taken; None at the end."""
         with self._changed:
-            while not self._stopped:
+            while not self._workers.stopped:
                 if (unit := self._next()) is not None:
                     size = self._sizes[unit[0]][unit[1]]
                     self.memory.take(self.layers[unit[0]].plan.name, unit[1])
@@ -291,16 +265,8 @@ class ExpertCache:
             self._changed.notify_all()
 
     def _check_running(self) -> None:
-        if self._stopped:
+        if self._workers.stopped:
             raise StreamClosedError("the model was closed while its experts were loaded")
-
-    def _end(self, error: BaseException | None) -> None:
-        with self._changed:
-            self._stopped = True
-            self._error = self._error or error
-            self._changed.notify_all()
-        if error is not None:
-            self.residency.close(error)
 
     # --- what is fetched, and what goes for it
 

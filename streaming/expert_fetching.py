@@ -14,11 +14,10 @@ import torch
 from layers.parallel import SingleGroup
 from layers.topology import Topology
 from streaming.device import Device
-from streaming.errors import LayerLoadError, StreamClosedError
 from streaming.expert_plan import ExpertLayer
 from streaming.hooks import Hooks
 from streaming.item_bytes import ItemBytes
-from streaming.item_storing import ItemStoring, item_failure, wide_numbers
+from streaming.item_storing import ItemStoring, at_stage, wide_numbers
 from streaming.item_words import log_item
 from streaming.load_plan import LoadItem
 from streaming.residency import Residency
@@ -141,21 +140,15 @@ class ExpertFetcher:
 
     @contextmanager
     def _stage(self, item: LoadItem, stage: str, **args: int) -> Iterator[dict[str, int]]:
-        """A span of the trace, and the stage's name on whatever fails."""
-        self.residency.mark(item.layer, stage)
+        """See `at_stage`; its seconds are counted, also where it fails."""
         begin_s = time.monotonic()
         try:
-            yield args
-        except (LayerLoadError, StreamClosedError):
-            raise
-        except Exception as error:
-            raise item_failure(item, stage, error) from error
+            with at_stage(item, stage, residency=self.residency, tracer=self.tracer, args=args):
+                yield args
         finally:
-            end_s = time.monotonic()
             with self._noting:
                 key = (item.layer, stage)
-                self.seconds[key] = self.seconds.get(key, 0.0) + end_s - begin_s
-        self.tracer.add(stage, item.tensor.name, start_s=begin_s, end_s=end_s, layer=item.layer, args=args)
+                self.seconds[key] = self.seconds.get(key, 0.0) + time.monotonic() - begin_s
 
 
 def name_of(layer: ExpertLayer, unit: int) -> str:

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-
 from streaming.accounts import Accounts
 from streaming.device import Device
 from streaming.errors import StreamClosedError
@@ -29,6 +27,7 @@ from streaming.prepare import Prepared
 from streaming.residency import Residency
 from streaming.trace import Tracer
 from streaming.weight_checks import WeightChecks
+from streaming.workers import Workers
 
 PATIENCE_S = 0.2  # of idleness, after which the rest is loaded: a request, or its second token, would have begun
 FILLING_THREADS = 2  # of those that load: the others are free for what a token needs now
@@ -55,13 +54,12 @@ class ExpertLoader:
         self._rest = deque((layer.plan.name, unit) for layer in self.layers for unit in layer.units)
         self._urgent: deque[Unit] = deque()
         self._accounts = Accounts(layer.plan.spec for layer in self.layers)
-        self._changed = threading.Condition()
+        self._workers = Workers(self.residency)
+        self._changed = self._workers.changed
         self._noting = threading.Lock()  # of accounts, which know no threads
-        self._threads: list[threading.Thread] = []
         self._filling = self._passes = 0
         self._idle_since_s = 0.0  # of the model: when the layers were there, or the last pass ended
-        self._base_is_loaded = self._computed = self._followed = self._stopped = False
-        self._error: BaseException | None = None
+        self._base_is_loaded = self._computed = self._followed = False
 
     # --- the forward's side
 
@@ -119,10 +117,7 @@ class ExpertLoader:
 
     def start(self) -> None:
         """Begin to load what is needed."""
-        for number in range(FETCHING_THREADS):
-            thread = threading.Thread(target=self._work, name=f"firstlayer-experts-{number}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        self._workers.start(FETCHING_THREADS, name="firstlayer-experts", take=self._take, carry_out=self._carry_out)
 
     def base_loaded(self) -> None:
         """The layers without their experts are there: the rest may be loaded when no first pass is under way."""
@@ -133,45 +128,31 @@ class ExpertLoader:
     def wait(self) -> bool:
         """Block until every expert is there: True, or False when the loader was closed before. Raises the error that
         ended it."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped or self._error is not None or self.is_done)
-            if self._error is not None:
-                raise self._error
-            return self.is_done
+        return self._workers.wait_until(lambda: self.is_done)
 
     def close(self) -> None:
         """Begin nothing more, and leave what is being read."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
+        self._workers.stop()
         self.fetcher.items.cancel()
 
     def join(self) -> None:
         """Wait for the threads' end; only after `close`."""
-        for thread in self._threads:
-            thread.join()
+        self._workers.join()
         self.fetcher.items.close()
 
-    def _work(self) -> None:
-        torch.set_num_threads(1)  # thread-local, as is the next
-        with torch.inference_mode():
-            while (taken := self._take()) is not None:
-                (name, unit), filling = taken
-                try:
-                    self._load(self._by_name[name], unit)
-                except StreamClosedError as error:
-                    self._end(None if self._stopped else error)
-                except Exception as error:
-                    self._end(error)
-                finally:
-                    with self._changed:
-                        self._filling -= filling
-                        self._changed.notify_all()
+    def _carry_out(self, taken: tuple[Unit, bool]) -> None:
+        (name, unit), filling = taken
+        try:
+            self._load(self._by_name[name], unit)
+        finally:
+            with self._changed:
+                self._filling -= filling
+                self._changed.notify_all()
 
     def _take(self) -> tuple[Unit, bool] | None:
         """The next unit to load, and whether it is one of the rest; None at the end."""
         with self._changed:
-            while not (self._stopped or self.is_done):
+            while not (self._workers.stopped or self.is_done):
                 if self._urgent:
                     return self._urgent.popleft(), False
                 if self._may_fill() and (unit := self._next_of_rest()) is not None:
@@ -200,14 +181,6 @@ class ExpertLoader:
                 return name, unit
         return None
 
-    def _end(self, error: BaseException | None) -> None:
-        with self._changed:
-            self._stopped = True
-            self._error = self._error or error
-            self._changed.notify_all()
-        if error is not None:
-            self.residency.close(error)
-
     # --- one unit
 
     def _load(self, layer: ExpertLayer, unit: int) -> None:
@@ -216,7 +189,7 @@ class ExpertLoader:
         self._publish(layer, unit)
 
     def _check_running(self) -> None:
-        if self._stopped:
+        if self._workers.stopped:
             raise StreamClosedError("the model was closed while its experts were loaded")
 
     def _publish(self, layer: ExpertLayer, unit: int) -> None:

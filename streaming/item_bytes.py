@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -43,7 +43,7 @@ class ItemBytes:
 
         Raises LayerLoadError, or CheckpointError of a server; StreamClosedError when it is cancelled.
         """
-        raw = torch.empty(item.nbytes, dtype=torch.uint8) if into is None else into.view(-1).view(torch.uint8)
+        raw = _memory_of(item, into)
         if not item.nbytes:
             return raw
         memory = memoryview((ctypes.c_char * item.nbytes).from_address(raw.data_ptr())).cast("B")
@@ -60,15 +60,22 @@ class ItemBytes:
             fill = fill_patterns([str(file.name) for file in self._numbers], [memory])
         else:
             fill = fill_checked(self._files, fill_memory([memory]))
+        self._through(item, pieces, lambda piece: fill(piece.file, piece))
+
+    def _through(self, item: LoadItem, pieces: Iterable[FlatPiece], fill: Callable[[FlatPiece], int | None]) -> bool:
+        """Fill one piece after the other; False where `fill` gives None: it cannot."""
         for piece in pieces:
             if self._closed:
-                raise StreamClosedError("the model was closed while an expert was read")
+                raise StreamClosedError("the model was closed while a weight was read")
             try:
-                code = fill(piece.file, piece)
+                code = fill(piece)
             except OSError as error:
                 raise _failure(item, error.errno or 0) from error
+            if code is None:
+                return False
             if code:
                 raise _failure(item, _FAULTS[code])
+        return True
 
     def _fetch(self, file: RemoteFile, pieces: Sequence[FlatPiece], memory: memoryview) -> None:
         with self._lock:
@@ -91,31 +98,16 @@ class ItemBytes:
         try:
             if is_cached(descriptor, item.file_offset, item.nbytes):
                 return self.read(item, into)
-            if self._past is not None and not item.stride_nbytes and self._past.is_open:
-                raw = torch.empty(item.nbytes, dtype=torch.uint8) if into is None else into.view(-1).view(torch.uint8)
-                if self._read_past(item, file, raw):
+            past = self._past
+            if past is not None and not item.stride_nbytes and past.is_open:
+                raw = _memory_of(item, into)
+                if self._through(item, _pieces_of(item, file), lambda piece: past.fill(piece, raw)):
                     return raw
             raw = self.read(item, into)
             drop(descriptor, item.file_offset, item.nbytes)
             return raw
         finally:
             self._files.give_back(file, pieces=0)
-
-    def _read_past(self, item: LoadItem, file: int, raw: torch.Tensor) -> bool:
-        """False where the file cannot be read so."""
-        assert self._past is not None
-        for piece in _pieces_of(item, file):
-            if self._closed:
-                raise StreamClosedError("the model was closed while a weight was read")
-            try:
-                code = self._past.fill(piece, raw)
-            except OSError as error:
-                raise _failure(item, error.errno or 0) from error
-            if code is None:
-                return False
-            if code:
-                raise _failure(item, _FAULTS[code])
-        return True
 
     def cancel(self) -> None:
         """Make whoever reads in another thread leave soon."""
@@ -156,6 +148,11 @@ def open_item_bytes(
     paths = [str(file) for file in uses]
     past = PastCache(OpenFiles(paths, known, left, flags=O_DIRECT)) if again and O_DIRECT else None
     return ItemBytes(numbers, OpenFiles(paths, known, left, exactly=again), past=past)
+
+
+def _memory_of(item: LoadItem, into: torch.Tensor | None) -> torch.Tensor:
+    """uint8 [nbytes]: of its own, or that of `into`."""
+    return torch.empty(item.nbytes, dtype=torch.uint8) if into is None else into.view(-1).view(torch.uint8)
 
 
 def _failure(item: LoadItem, error: int | str) -> LayerLoadError:

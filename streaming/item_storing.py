@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
 from streaming.arrivals import Arrivals
 from streaming.cut_storing import CutArrivals, Maximum, store_part
 from streaming.device import Device
-from streaming.errors import LayerLoadError, StreamingError
+from streaming.errors import LayerLoadError, StreamClosedError, StreamingError
 from streaming.load_plan import LoadItem
+from streaming.residency import Residency
 from streaming.stages import is_quantized, needs_host, place_of_rows, slice_item, store_item
+from streaming.trace import Tracer
 
 
 def wide_numbers(
@@ -45,6 +49,23 @@ class ItemStoring:
             self._arrivals.store(item, wide, stored)
         else:
             store_item(item, wide, stored)
+
+
+@contextmanager
+def at_stage(
+    item: LoadItem, stage: str, *, residency: Residency, tracer: Tracer, args: dict[str, int]
+) -> Iterator[None]:
+    """Around an item's work in a stage, in whatever thread: what a waiting forward is told, a span of the trace with
+    `args`, and the stage's name on whatever fails."""
+    residency.mark(item.layer, stage)
+    begin_s = time.monotonic()
+    try:
+        yield
+    except (LayerLoadError, StreamClosedError):
+        raise
+    except Exception as error:
+        raise item_failure(item, stage, error) from error
+    tracer.add(stage, item.tensor.name, start_s=begin_s, end_s=time.monotonic(), layer=item.layer, args=args)
 
 
 def item_failure(item: LoadItem, stage: str, error: Exception) -> LayerLoadError:

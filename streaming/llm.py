@@ -124,7 +124,7 @@ async def open_llm(
     tracer, clock = Tracer(), RunClock(start_s=time.monotonic())
     plan = partial(prepare_with_draft, str(model), LoadOptions(**options), draft_model=draft_model)
     prepared, draft = await anyio.to_thread.run_sync(plan)
-    prepared = within_free_memory(prepared)
+    prepared = await anyio.to_thread.run_sync(within_free_memory, prepared)
     async with _stack_closed_in_a_thread() as stack:
         hub = _open_ranks(prepared, stack)
         prepared = _own_options(prepared)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from layers.topology import Topology
 from layers.weights import LayerSpec, ParamSpec
+from quant.disk_forms.form import disk_tensors
 from streaming.checkpoint.tensors import TensorInfo
 from streaming.piece_cutting import cut_pieces, moved_nbytes
 
@@ -86,6 +87,19 @@ class LoadItem:
     def disk_run(self) -> int:
         """The run of sections, of the uncut parameter, that it is a part of; only of items with a `leaf`."""
         return self.param.run_of(self.section)
+
+    @property
+    def form_shape(self) -> tuple[int, int]:
+        """Rows and inputs of the run of sections that the form is of; only of items with a `leaf`."""
+        whole = self.param.whole
+        return whole.run_rows[self.disk_run], whole.shape[1]
+
+    @property
+    def is_as_stored(self) -> bool:
+        """Whether rows of a tensor of a form on disk are rows of what is kept, byte for byte."""
+        if not self.leaf:
+            return False
+        return any(one.as_is and one.leaf == self.leaf for one in disk_tensors(self.form, *self.form_shape))
 
     @property
     def run_nbytes(self) -> int:

@@ -115,7 +115,7 @@ def plan_reads(plan: LoadPlan, *, window_nbytes: int, keep_maps: bool = False) -
             run = item.run_nbytes if stride else 0
             place, offset = dest + before, item.file_offset + start
             pieces.append(Piece(item.index, file, offset, size, region, place, released, run, stride))
-    used = min(window_nbytes, sum(_aligned(nbytes) for _, nbytes in staged))
+    used = min(window_nbytes, sum(aligned(nbytes) for _, nbytes in staged))
     offsets = {index: slot[0] for index, slot in window.items()}
     mapped = {key: (files[file], offset) for key, (file, offset) in kept.items()}
     return ReadPlan(tuple(files), tuple(pieces), final_nbytes, used, final, offsets, mapped)
@@ -135,7 +135,7 @@ def ring_slots(sizes: Sequence[int], *, capacity: int) -> list[tuple[int, int]]:
             released = live.popleft()[0] + 1
         live.append((position, start, stop))
         slots.append((start, released))
-        head = _aligned(stop)
+        head = aligned(stop)
     return slots
 
 
@@ -148,7 +148,7 @@ def final_layout(
     for item in plan.items:
         if item.direct and (key := stored_key(item)) not in offsets and key not in without:
             offsets[key] = end
-            end = _aligned(end + item.param.storage()[key[1]].nbytes)
+            end = aligned(end + item.param.storage()[key[1]].nbytes)
     return offsets, end
 
 
@@ -182,5 +182,6 @@ def _final_dest(item: LoadItem, offsets: Mapping[tuple[str, str], int]) -> int:
     return offsets[stored_key(item)] + row * item.tensor.row_nbytes
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """The next such address."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
-ALIGNMENT = 64  # of what is placed, as of all stored weights
+from streaming.read_plan import aligned
 
 
 class Ring:
@@ -29,7 +29,7 @@ class Ring:
         start = self._find(nbytes)
         if start is not None:
             self._runs.append(_Run(start, start + nbytes))
-            self._head = -(-(start + nbytes) // ALIGNMENT) * ALIGNMENT
+            self._head = aligned(start + nbytes)
         return start
 
     def has_room(self, nbytes: int) -> bool:

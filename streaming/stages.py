@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from layers.parallel import Group
-from quant.disk_forms.form import disk_tensors, same_bytes
+from quant.disk_forms.form import same_bytes
 from quant.dtypes import DType, to_torch
 from quant.int4 import ORDER
 from quant.int4_codec import check_order
@@ -57,7 +57,7 @@ def item_views(item: LoadItem, stored: Mapping[str, torch.Tensor]) -> dict[str, 
         return {item.fills: stored[item.fills][first + item.section_rows[0] : first + item.section_rows[1]]}
     if item.leaf:
         view = _coded_views(item, stored)[item.fills]
-        return {item.fills: view[item.section_rows[0] : item.section_rows[1]] if is_as_stored(item) else view}
+        return {item.fills: view[item.section_rows[0] : item.section_rows[1]] if item.is_as_stored else view}
     rows = sum(item.param.section_rows[item.section : item.section + item.sections])
     if is_quantized(item):
         views = item.param.scheme.section_views(stored, item.param.section_rows, item.section)
@@ -72,18 +72,6 @@ def item_views(item: LoadItem, stored: Mapping[str, torch.Tensor]) -> dict[str, 
     return cut_rows(views, rows=rows, multiple=multiple, start=start, stop=stop)
 
 
-def is_as_stored(item: LoadItem) -> bool:
-    """Whether rows of a tensor of a form on disk are rows of what is kept, byte for byte."""
-    if not item.leaf:
-        return False
-    return any(one.as_is and one.leaf == item.leaf for one in disk_tensors(item.form, *_shape(item)))
-
-
-def _shape(item: LoadItem) -> tuple[int, int]:
-    whole = item.param.whole
-    return whole.run_rows[item.disk_run], whole.shape[1]
-
-
 def _coded_views(item: LoadItem, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What the run of sections fills that the item is part of: of the parameter's own stored tensors, or of those that
     hold the run (`arrival`) until it is quantized anew."""
@@ -95,7 +83,7 @@ def _coded_views(item: LoadItem, stored: Mapping[str, torch.Tensor]) -> dict[str
 
 def arrival(item: LoadItem) -> dict[str, StoredSpec]:
     """The tensors that hold the item's run of sections in its form on disk, until it is whole and quantized anew."""
-    rows, in_features = _shape(item)
+    rows, in_features = item.form_shape
     return item.form.kept.storage((rows,), in_features, wide=item.param.dtype)
 
 
@@ -106,7 +94,7 @@ def place_of_rows(item: LoadItem, stored: Mapping[str, torch.Tensor]) -> torch.T
     if not item.leaf:
         (view,) = item_views(item, stored).values()
         return view
-    if not (item.param.kept_as_stored and is_as_stored(item)):
+    if not (item.param.kept_as_stored and item.is_as_stored):
         return None
     (view,) = item_views(item, stored).values()
     dtype = to_torch(item.tensor.dtype)
@@ -184,7 +172,7 @@ def _plain(raw: torch.Tensor, item: LoadItem) -> torch.Tensor:
 def store_item(item: LoadItem, wide: torch.Tensor, stored: Mapping[str, torch.Tensor]) -> None:
     """Put the wide numbers into their place in the parameter's stored tensors: quantized, section by section, where it
     has a scheme, copied where not. A tensor of a form on disk is turned into what is kept of it."""
-    if item.leaf and not is_as_stored(item):
+    if item.leaf and not item.is_as_stored:
         item.form.place(item.leaf, wide, _coded_views(item, stored))
         return
     if item.stored == ORDER:

@@ -13,17 +13,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 
-from layers.architecture import EMBED_WEIGHT
+from layers.architecture import CHUNK_ROWS, EMBED_WEIGHT
 from layers.weights import LayerSpec, ParamKind, ParamSpec, Section
-from quant.disk_forms.form import disk_tensors
 from quant.int4 import ORDER
 from quant.scheme import StoredSpec
 from quant.sections import rows_at_once
 from streaming.load_plan import LayerPlan, LoadItem, LoadPlan
+from streaming.read_plan import aligned
 from streaming.residents import choose_residents, fill_up
-from streaming.ring import ALIGNMENT, Ring
+from streaming.ring import Ring
 
-HEAD_ROWS = 8192  # of the vocabulary that the head multiplies at once (layers.embedding.CHUNK_ROWS; without torch here)
 MAKING_THREADS = 2  # that make units of what is on disk at once
 RING_STEPS = 16  # in which sizes of a ring are tried, of the largest unit
 LEAST_RING_NBYTES = 64 << 20  # where there is so much to stream: a reader that is never idle needs some room ahead
@@ -48,7 +47,7 @@ class Unit:
     @cached_property
     def nbytes(self) -> int:
         """Bytes that it takes, each stored tensor at an aligned address."""
-        return sum(-(-spec.nbytes // ALIGNMENT) * ALIGNMENT for spec in self.storage.values())
+        return sum(aligned(spec.nbytes) for spec in self.storage.values())
 
     @cached_property
     def is_straight(self) -> bool:
@@ -163,9 +162,7 @@ def lies_as_stored(item: LoadItem) -> bool:
         return False
     if not item.leaf:
         return not item.param.is_quantized and item.tensor.dtype is item.param.dtype
-    of = (item.param.whole.run_rows[item.disk_run], item.param.whole.shape[1])
-    as_is = any(one.as_is and one.leaf == item.leaf for one in disk_tensors(item.form, *of))
-    return item.param.kept_as_stored and as_is
+    return item.param.kept_as_stored and item.is_as_stored
 
 
 def units_of(plan: LoadPlan, *, has_table: bool) -> tuple[Unit, ...]:
@@ -194,7 +191,7 @@ def _units(param: ParamSpec, layer: str, items: tuple[LoadItem, ...]) -> Iterato
     if not _can_be_parted(param, items):
         return  # a head that is only multiplied whole stays
     multiple = param.scheme.row_multiple if param.kind.has_scheme else 1
-    step, rows = rows_at_once(HEAD_ROWS, multiple=multiple), param.shape[0]
+    step, rows = rows_at_once(CHUNK_ROWS, multiple=multiple), param.shape[0]
     for first in range(0, rows, step):
         stop = min(rows, first + step)
         part = replace(param, shape=(stop - first, *param.shape[1:]), sections=(Section("", stop - first),))

@@ -22,9 +22,8 @@ from layers.topology import Topology
 from layers.weights import LayerSpec
 from streaming.accounts import Accounts
 from streaming.device import Device
-from streaming.errors import LayerLoadError, StreamClosedError
 from streaming.item_bytes import ItemBytes
-from streaming.item_storing import ItemStoring, item_failure, wide_numbers
+from streaming.item_storing import ItemStoring, at_stage, wide_numbers
 from streaming.item_words import log_item
 from streaming.load_plan import LoadItem
 from streaming.residency import Residency
@@ -50,10 +49,6 @@ class StoredForms(Protocol):
 
     def put(self, unit: str, tensors: Stored) -> None:
         """Keep the unit; nothing where it cannot be."""
-        ...
-
-    def is_cached(self, unit: str) -> bool:
-        """Whether the unit's bytes are in the system's page cache."""
         ...
 
     def drop_behind(self, unit: str) -> None:
@@ -162,13 +157,11 @@ class UnitLoading:
         if self.forms is None or not unit.is_worth_keeping:
             return False
         self.residency.mark(unit.layer, "read")
-        begin_s, was_there = time.monotonic(), self.drop_behind and self.forms.is_cached(unit.name)
+        begin_s = time.monotonic()
         if not self.forms.load(unit.name, tensors, past=self.drop_behind):
             self._kept.discard(unit.name)
             return False
         self._kept.add(unit.name)
-        if self.drop_behind and not was_there:
-            self.forms.drop_behind(unit.name)
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         self.tracer.add("read", unit.name, start_s=begin_s, end_s=time.monotonic(), layer=unit.layer,
                         args={"nbytes": nbytes})  # fmt: skip
@@ -205,16 +198,10 @@ class UnitLoading:
 
     @contextmanager
     def _stage(self, item: LoadItem, stage: str, **args: int) -> Iterator[None]:
-        """A span of the trace, and the stage's name on whatever fails."""
-        self.residency.mark(item.layer, stage)
+        """See `at_stage`; reads are timed."""
         begin_s = time.monotonic()
-        try:
+        with at_stage(item, stage, residency=self.residency, tracer=self.tracer, args=args):
             yield
-        except (LayerLoadError, StreamClosedError):
-            raise
-        except Exception as error:
-            raise item_failure(item, stage, error) from error
-        end_s = time.monotonic()
         if stage == "read" and item.read_nbytes >= RATED_NBYTES:
-            self.read_rate += (item.read_nbytes / max(1e-6, end_s - begin_s) - self.read_rate) / RATED_READS
-        self.tracer.add(stage, item.tensor.name, start_s=begin_s, end_s=end_s, layer=item.layer, args=args)
+            rate = item.read_nbytes / max(1e-6, time.monotonic() - begin_s)
+            self.read_rate += (rate - self.read_rate) / RATED_READS

@@ -36,7 +36,7 @@ from quant.scheme import StoredSpec
 from streaming.device import CudaDevice, own_memory, view_of
 from streaming.host_tier import HostTier, Landing
 from streaming.post_processing import PostProcessing
-from streaming.ring import ALIGNMENT
+from streaming.read_plan import aligned
 from streaming.stream_plan import StreamPlan, Unit
 from streaming.trace import Tracer
 
@@ -259,5 +259,5 @@ def stored_views(memory: torch.Tensor, storage: Mapping[str, StoredSpec]) -> dic
     found, offset = {}, 0
     for name, spec in storage.items():
         found[name] = view_of(memory, offset, spec)
-        offset += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+        offset += aligned(spec.nbytes)
     return found

@@ -12,13 +12,10 @@ fits into an empty ring.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-
-import torch
 
 from streaming.device import own_memory
 from streaming.errors import StreamClosedError
@@ -28,6 +25,7 @@ from streaming.ring import Ring
 from streaming.stream_plan import MAKING_THREADS, StreamPlan, Unit
 from streaming.unit_loading import Stored, UnitLoading
 from streaming.unit_memory import CpuUnits, Place, UnitMemory
+from streaming.workers import Workers
 
 
 @dataclass(eq=False)
@@ -80,9 +78,9 @@ class WeightStream:
         self._own: dict[str, _Entry] = {}  # those that have come to stay
         self._next = self._making = 0
         self._users: dict[str, int] = {}  # of units that the modules have
-        self._changed = threading.Condition()
-        self._threads: list[threading.Thread] = []
-        self._stopped = self._is_paused = False
+        self._workers = Workers(self.residency)
+        self._changed = self._workers.changed
+        self._is_paused = False
 
     # --- the forward's side
 
@@ -212,7 +210,7 @@ class WeightStream:
                 self._replace_ring(plan.ring_nbytes)
             self.plan = plan if plan.ring_nbytes else replace(plan, ring_nbytes=self.plan.ring_nbytes)
             going = [unit for unit in self.units if unit.name not in plan.kept]
-            self._changed.wait_for(lambda: self._stopped or all(self._evict(unit) for unit in going))
+            self._changed.wait_for(lambda: self._workers.stopped or all(self._evict(unit) for unit in going))
             self._raise_if_ended()
             self.memory.change(self.plan)
             self._changed.notify_all()
@@ -222,7 +220,7 @@ class WeightStream:
         self._is_paused = True
         try:
             places = [entry.place for entry in self._live.values() if entry.offset is not None]
-            self._changed.wait_for(lambda: self._stopped or self._is_ring_empty())
+            self._changed.wait_for(lambda: self._workers.stopped or self._is_ring_empty())
             self._raise_if_ended()
             for place in places:
                 self.memory.give_back(place)
@@ -269,43 +267,28 @@ class WeightStream:
 
     def start(self) -> None:
         """Begin to bring units."""
-        for number in range(self.memory.threads):
-            thread = threading.Thread(target=self._work, name=f"firstlayer-stream-{number}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        self._workers.start(
+            self.memory.threads, name="firstlayer-stream", take=self._take, carry_out=lambda job: self._carry_out(*job)
+        )
 
     def close(self) -> None:
         """Begin nothing more, and leave what is being read."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
+        self._workers.stop()
         self.loading.cancel()
 
     def join(self) -> None:
         """Wait for the threads' end; only after `close`."""
-        for thread in self._threads:
-            thread.join()
+        self._workers.join()
         self.loading.close()
         self.memory.close()
         self._live.clear()
         self._own.clear()
         self._memory = own_memory(0)
 
-    def _work(self) -> None:
-        torch.set_num_threads(1)  # thread-local, as is the next
-        with torch.inference_mode():
-            try:
-                while (job := self._take()) is not None:
-                    self._carry_out(*job)
-            except StreamClosedError as error:
-                self._end(None if self._stopped else error)
-            except Exception as error:
-                self._end(error)
-
     def _take(self) -> tuple[_Entry, tuple[LoadItem, ...]] | None:
         """The next items to load, and of which unit; None at the end."""
         with self._changed:
-            while not self._stopped:
+            while not self._workers.stopped:
                 if (job := self._next_job()) is not None:
                     return job
                 if not self._begin():
@@ -383,17 +366,10 @@ class WeightStream:
                     self._free_dropped(entry)
                 self._changed.notify_all()
 
-    def _end(self, error: BaseException | None) -> None:
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-        if error is not None:
-            self.residency.close(error)
-
     def _raise_if_ended(self) -> None:
         if self.residency.error is not None:
             raise self.residency.error
-        if self._stopped:
+        if self._workers.stopped:
             raise StreamClosedError("the model was closed")
 
 

@@ -150,7 +150,7 @@ class StoredCache:
 
     def load(self, unit: str, into: Mapping[str, torch.Tensor], *, past: bool = False) -> bool:
         """Fill the tensors (on the CPU, row after row) from the disk: whether they hold the unit now. `past`: past the
-        system's page cache, where the unit is not there.
+        system's page cache, unless the unit is there, or dropped from it behind where that cannot be.
 
         False where it is not there, has other tensors than these by name, dtype or shape, or is not what was written:
         then it is forgotten, may be put again, and the tensors hold anything.
@@ -161,15 +161,17 @@ class StoredCache:
                 found = self._units.get(unit)
             if model is None or found is None:
                 return False
-            read: Read = partial(read_whole, model.data)
-            if past and not is_cached(model.data, found.start, found.stop - found.start):
-                read = self._past_reader(model) or read
-            good = holds_same(found, into) and self._filled(model, found, memory, read)
+            passes = past and not is_cached(model.data, found.start, found.stop - found.start)
+            read = self._past_reader(model) if passes else None
+            through = read or partial(read_whole, model.data)
+            good = holds_same(found, into) and self._filled(model, found, memory, through)
             with self._changed:
                 if not good:
                     self._verified.pop(found, None)
                     if self._units.get(unit) is found:
                         del self._units[unit]
+            if passes and read is None:
+                self.drop_behind(unit)
             return good
 
     def _past_reader(self, model: ModelFolder) -> Read | None:
@@ -221,15 +223,6 @@ class StoredCache:
             )
         )
         return state
-
-    def is_cached(self, unit: str) -> bool:
-        """Whether the unit's bytes are in the page cache now."""
-        with self._using() as model:
-            with self._changed:
-                found = self._units.get(unit)
-            if model is None or found is None:
-                return False
-            return is_cached(model.data, found.start, found.stop - found.start)
 
     def drop_behind(self, unit: str) -> None:
         """Let the system drop the unit's bytes from the page cache; what is not on the disk yet goes once it is."""

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from streaming.ring import ALIGNMENT, Ring
+from streaming.read_plan import ALIGNMENT
+from streaming.ring import Ring
 
 
 def test_runs_lie_one_behind_the_other_at_aligned_places() -> None:
