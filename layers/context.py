@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from quant.kernels import Kernels
+    from quant.row_parts import RowParts
 
     Stored = Mapping[str, torch.Tensor]
 
@@ -33,13 +34,13 @@ it is there; it stays until the next one is asked for."""
 class StreamedWeights(Protocol):
     """Weights that are in memory only while they are used."""
 
-    def lease(self, param: str) -> AbstractContextManager[Stored | None]:
-        """The stored tensors of a linear weight for the length of the block; None where the module has them. Waits for
-        them."""
+    def lease(self, param: str) -> AbstractContextManager[Stored | RowParts | None]:
+        """The stored tensors of a linear weight for the length of the block, or the parts that a wide one is in; None
+        where the module has them. Waits for them."""
         ...
 
     def lease_rows(self, param: str, start: int, stop: int) -> AbstractContextManager[Stored | None]:
-        """The same for rows [start, stop) of the head: those of one of its chunks."""
+        """The stored tensors for rows [start, stop) of the head: those of one of its chunks."""
         ...
 
 

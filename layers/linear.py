@@ -17,6 +17,7 @@ from layers.weights import ParamSpec
 from quant.activations import Maximum, int8_product, own
 from quant.dtypes import to_torch
 from quant.packed import PackedLinear
+from quant.row_parts import RowParts
 from quant.sections import cut_rows
 
 
@@ -59,6 +60,8 @@ class Linear(nn.Module):
         if ctx.weights is None:
             return self.scheme.linear(x, self.stored(), self._kept_rows, bias, kernels=ctx.kernels)
         with ctx.weights.lease(self.param_name) as leased:
+            if isinstance(leased, RowParts):
+                return ctx.kernels.wide(x, leased, bias)
             stored = self.stored() if leased is None else leased
             return self.scheme.linear(x, stored, self._kept_rows, bias, kernels=ctx.kernels)
 

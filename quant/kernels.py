@@ -31,6 +31,7 @@ from quant.nf4_strips import CodedBlocks
 from quant.panel_bounds import ROW_MULTIPLE
 from quant.panels import InOrder, RunPanels, Workspace
 from quant.products import INT8_MULTIPLE, Expand, int8_rows, on_device, one_row, straight, stripwise, turned
+from quant.row_parts import RowParts, Rows
 
 STRIP_ROWS = 4  # rows of x from which widening a weight pays, where half precision has no instructions of its own
 NATIVE_ROWS = 16  # rows of x from which strips in bfloat16 are faster than in float32, where it has instructions
@@ -62,9 +63,9 @@ class Kernels:
         """Kernels for this machine."""
         return cls(mode, CpuFeatures.detect(), run or InOrder())
 
-    def wide(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """weight [O, I] in a wide dtype."""
-        if x.device.type != "cpu":
+    def wide(self, x: torch.Tensor, weight: Rows, bias: torch.Tensor | None) -> torch.Tensor:
+        """weight [O, I] in a wide dtype; in several places on the CPU alone."""
+        if not isinstance(weight, RowParts) and x.device.type != "cpu":
             return F.linear(x, weight.to(x.dtype), bias)
         rows = _rows(x)
         if not self._straight(rows, weight):
@@ -77,7 +78,7 @@ class Kernels:
             out = straight(rows, weight, bias, run=self.run)
         return out.view(*x.shape[:-1], weight.shape[0])
 
-    def _straight(self, rows: torch.Tensor, weight: torch.Tensor) -> bool:
+    def _straight(self, rows: torch.Tensor, weight: Rows) -> bool:
         if weight.dtype in (torch.float32, torch.float64) or rows.dtype != weight.dtype:
             return weight.dtype == rows.dtype
         if self.mode is KernelMode.EXACT:
@@ -197,7 +198,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def _copied(weight: torch.Tensor) -> Expand:
+def _copied(weight: Rows) -> Expand:
     def widen(start: int, stop: int, out: torch.Tensor, workspace: Workspace) -> None:
         out.copy_(weight[start:stop])
 

@@ -14,12 +14,13 @@ from quant.float8 import BLOCK
 from quant.magnitudes import DEVICE_STRIP_NBYTES
 from quant.panel_bounds import LEAST_LIBRARY_NBYTES, LEAST_TURNED_NBYTES, ROW_MULTIPLE, panel_bounds, strip_bounds
 from quant.panels import Panel, RunPanels, Workspace
+from quant.row_parts import RowParts, Rows
 
 # Writes the numbers of weight rows [start, stop) into a strip buffer [stop - start, I].
 Expand = Callable[[int, int, torch.Tensor, Workspace], None]
 
 
-def straight(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, run: RunPanels) -> torch.Tensor:
+def straight(rows: torch.Tensor, weight: Rows, bias: torch.Tensor | None, *, run: RunPanels) -> torch.Tensor:
     """rows and weight [O, I] of one dtype, as the library multiplies them."""
     out = rows.new_empty(rows.shape[0], weight.shape[0])
 
@@ -39,7 +40,7 @@ def straight(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return out
 
 
-def turned(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, run: RunPanels) -> torch.Tensor:
+def turned(rows: torch.Tensor, weight: Rows, bias: torch.Tensor | None, *, run: RunPanels) -> torch.Tensor:
     """The same with the weight on the left: a fifth to a third faster in bfloat16 from 2 to some 100 rows."""
     out, columns = rows.new_empty(rows.shape[0], weight.shape[0]), rows.t().contiguous()
 
@@ -55,13 +56,15 @@ def turned(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
     return out
 
 
-def one_row(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def one_row(rows: torch.Tensor, weight: Rows, bias: torch.Tensor | None) -> torch.Tensor:
     """The same for a single row in bfloat16: a dot product for each output, a fifth faster than the general product.
 
     Without panels, as `int8_rows` and for its reason: each output is summed by one thread whatever their number
     (compared for 1 to 16 threads). Not so in float32.
     """
-    out = torch.mv(weight, rows[0])[None]
+    parts = weight.parts if isinstance(weight, RowParts) else (weight,)
+    sums = [torch.mv(part, rows[0]) for part in parts]
+    out = (sums[0] if len(sums) == 1 else torch.cat(sums))[None]
     return out if bias is None else out.add_(bias)
 
 
@@ -88,7 +91,7 @@ TALL_ROWS = range(5, 64)
 
 def stripwise(
     rows: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Rows,
     expand: Expand,
     scale: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -128,7 +131,7 @@ def scaled(
     return sums
 
 
-def _row_nbytes(weight: torch.Tensor) -> int:
+def _row_nbytes(weight: Rows) -> int:
     return weight.shape[1] * weight.element_size()
 
 

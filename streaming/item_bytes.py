@@ -6,6 +6,7 @@ import ctypes
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -13,6 +14,8 @@ from streaming.checkpoint.remote_file import RemoteFile, WeightFile
 from streaming.dummy_pattern import fill_patterns
 from streaming.errors import LayerLoadError, StreamClosedError
 from streaming.file_ranges import FileRanges, open_ranges
+from streaming.file_runs import FileRun
+from streaming.file_views import FileView, view_cached
 from streaming.load_plan import LoadItem
 from streaming.open_files import CHANGED, FileState, OpenFiles
 from streaming.page_cache import O_DIRECT, drop, is_cached
@@ -108,6 +111,41 @@ class ItemBytes:
             return raw
         finally:
             self._files.give_back(file, pieces=0)
+
+    def is_cached(self, run: FileRun) -> bool:
+        """Whether a run of a local file is in the page cache."""
+        if self._files is None:
+            return False
+        number = self._numbers[run.file]
+        try:
+            descriptor = self._files.take(number)
+        except OSError:
+            return False
+        try:
+            return is_cached(descriptor, run.offset, run.nbytes)
+        finally:
+            self._files.give_back(number, pieces=0)
+
+    def view(self, item: LoadItem, run: FileRun) -> FileView | None:
+        """A run of a local file where it lies in the page cache; None where it is not there whole, or the file is not
+        what it was. `item`: the first of the run, which errors name."""
+        if self._files is None:
+            return None
+        files, number = self._files, self._numbers[run.file]
+
+        def check() -> None:
+            with suppress(OSError):  # the model is closed
+                files.take(number)
+                if files.give_back(number, pieces=0):
+                    raise _failure(item, _FAULTS[CHANGED])
+
+        try:
+            descriptor = files.take(number)
+        except OSError:
+            return None
+        memory = view_cached(descriptor, run.offset, run.nbytes)
+        changed = files.give_back(number, pieces=0)
+        return None if memory is None or changed else FileView(memory, check)
 
     def cancel(self) -> None:
         """Make whoever reads in another thread leave soon."""

@@ -39,6 +39,7 @@ def open_stream(
         open_item_bytes(items, prepared.checkpoint.states, again=True), device, residency, tracer,
         WeightChecks(norm=prepared.config.norm), hooks.warn,
         check_weights=prepared.options.check_weights, drop_behind=exceeds_memory(plan, available_nbytes()),
+        maps=prepared.reading.strategy == "lazy" and prepared.options.device == "cpu",
         forms=forms, topology=prepared.topology,
     )  # fmt: skip
     return WeightStream(plan, loading, residency, _forgetting(plan, device, shell), memory)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,6 +22,7 @@ from layers.topology import Topology
 from layers.weights import LayerSpec
 from streaming.accounts import Accounts
 from streaming.device import Device
+from streaming.file_views import FileView
 from streaming.item_bytes import ItemBytes
 from streaming.item_storing import ItemStoring, at_stage, wide_numbers
 from streaming.item_words import log_item
@@ -34,8 +35,8 @@ from streaming.unit_memory import Place
 from streaming.weight_checks import WeightChecks
 
 logger = logging.getLogger(__name__)
-RATED_NBYTES = 1 << 20  # of reads that are timed
-RATED_READS = 16
+TIMED_NBYTES = 1 << 20  # of reads that are timed
+RATED_NBYTES = 256 << 20  # the last bytes that came, of which is said how
 MEMORY_RATE = 1 << 30  # bytes a second of one thread: page caches give several times as much, most disks less
 Stored = Mapping[str, torch.Tensor]
 
@@ -45,6 +46,10 @@ class StoredForms(Protocol):
 
     def load(self, unit: str, into: Stored, *, past: bool = False) -> bool:
         """Fill the tensors; False where the unit is not there, or not what was written. `past`: past the page cache."""
+        ...
+
+    def view(self, unit: str, like: Stored) -> Mapping[str, FileView] | None:
+        """The tensors where they lie in the page cache; None where they have to be loaded."""
         ...
 
     def put(self, unit: str, tensors: Stored) -> None:
@@ -63,7 +68,8 @@ class StoredForms(Protocol):
 @dataclass(eq=False)
 class UnitLoading:
     """Loads units of one model, from any thread. `drop_behind`: what is read is not worth keeping in the page cache,
-    since more is read before it is read again than the page cache holds; what was there before stays."""
+    since more is read before it is read again than the page cache holds; what was there before stays. `maps`: what
+    passes through, and is in the page cache, is used where it lies."""
 
     items: ItemBytes
     device: Device
@@ -73,11 +79,12 @@ class UnitLoading:
     warn: Callable[[str], None]
     check_weights: bool = False
     drop_behind: bool = False
+    maps: bool = False
     forms: StoredForms | None = None
     topology: Topology = field(default_factory=Topology)
 
     def __post_init__(self) -> None:
-        self.read_rate = 0.0  # bytes a second of a read, on the average of the last ones
+        self._copied_share = 0.0  # of the last bytes that came, those that a processor has copied
         self._noting = threading.Lock()  # of accounts and checks, which know no threads
         self._accounts: dict[str, Accounts] = {}  # of units that come for the first time
         self._seen: set[str] = set()  # units that have come whole
@@ -85,13 +92,21 @@ class UnitLoading:
 
     @property
     def copies(self) -> bool:
-        """Whether what is read comes from memory, not from a disk: then it is a processor that reading takes."""
-        return self.read_rate > MEMORY_RATE
+        """Whether most of what is read is copied from memory, not from a disk: then it is a processor that reading
+        takes."""
+        return self._copied_share > 0.5
 
     def begin(self, unit: Unit) -> None:
         """The unit is about to be loaded, from its first item on: what an earlier load had of it was given up."""
         with self._noting:
             self._accounts.pop(unit.name, None)
+
+    def jobs(self, unit: Unit, place: Place) -> list[tuple[LoadItem, ...]]:
+        """What `load` is given of a unit, each from any thread: item by item where it is read."""
+        viewed = self._may_be_viewed(unit, place) and all(
+            self.items.is_cached(run) for runs in unit.file_runs.values() for run in runs
+        )
+        return [(item,) for item in unit.items] if unit.is_straight and not viewed else [unit.items]
 
     def load(self, unit: Unit, items: Sequence[LoadItem], place: Place) -> None:
         """Bring some items of a unit, or all that it is made of, to its place: what is read lands on the host, what is
@@ -102,9 +117,15 @@ class UnitLoading:
         if place.is_filled:
             return
         if unit.is_straight:
+            whole = len(items) == len(unit.items) and self._may_be_viewed(unit, place)
+            viewed = self._view(unit, place) if whole else frozenset[str]()
             for item in items:
-                self._read(unit, item, place.landed)
-        elif not self._read_kept(unit, place.landed):
+                if item.stored_name not in viewed:
+                    self._read(unit, item, place.landed)
+                elif unit.name not in self._seen:
+                    log_item(item, topology=self.topology)
+                    self._note(unit, item)
+        elif not self._read_kept(unit, place):
             self._make(unit, items, place)
 
     def settle(self, unit: Unit, place: Place) -> None:
@@ -114,7 +135,7 @@ class UnitLoading:
                 return
             self._seen.add(unit.name)
             for item in unit.items if unit.is_straight else ():
-                self.checks.add(item, *item_views(item, place.landed).values())
+                self.checks.add(item, *_numbers_of(item, place))
             if (accounts := self._accounts.pop(unit.name, None)) is not None:
                 accounts.check()
             with self.device.working():
@@ -144,6 +165,36 @@ class UnitLoading:
 
     # --- one unit
 
+    def _may_be_viewed(self, unit: Unit, place: Place) -> bool:
+        return self.maps and place.passes and bool(unit.file_runs)
+
+    def _view(self, unit: Unit, place: Place) -> frozenset[str]:
+        """Use the unit's stored tensors where they lie in the page cache, those of which it has all: which these are.
+        The memory that was set aside for the unit is given back as long, so that both count once."""
+        begin_s, found = time.monotonic(), dict[str, list[FileView]]()
+        self.residency.mark(unit.layer, "read")
+        for name, runs in unit.file_runs.items():
+            first = next(item for item in unit.items if item.stored_name == name)
+            views = [view for run in runs if (view := self.items.view(first, run)) is not None]
+            if len(views) == len(runs):
+                found[name] = views
+        self._take_views(unit, place, found, begin_s)
+        return frozenset(found)
+
+    def _take_views(
+        self, unit: Unit, place: Place, views: Mapping[str, Sequence[FileView]], begin_s: float
+    ) -> None:  # fmt: skip
+        place.take_views(views, unit.storage)
+        nbytes = sum(view.memory.numel() for several in views.values() for view in several)
+        if nbytes:
+            self._rate(nbytes, is_copied=False)
+            self.tracer.add("map", unit.name, start_s=begin_s, end_s=time.monotonic(), layer=unit.layer,
+                            args={"nbytes": nbytes})  # fmt: skip
+
+    def _rate(self, nbytes: int, *, is_copied: bool) -> None:
+        weight = min(1.0, nbytes / RATED_NBYTES)
+        self._copied_share += (is_copied - self._copied_share) * weight
+
     def _read(self, unit: Unit, item: LoadItem, tensors: Stored) -> None:
         (view,) = item_views(item, tensors).values()
         if unit.name not in self._seen:
@@ -153,11 +204,16 @@ class UnitLoading:
         if unit.name not in self._seen:
             self._note(unit, item)
 
-    def _read_kept(self, unit: Unit, tensors: Stored) -> bool:
+    def _read_kept(self, unit: Unit, place: Place) -> bool:
+        tensors = place.landed
         if self.forms is None or not unit.is_worth_keeping:
             return False
         self.residency.mark(unit.layer, "read")
         begin_s = time.monotonic()
+        if self.maps and place.passes and (views := self.forms.view(unit.name, tensors)) is not None:
+            self._take_views(unit, place, {name: [view] for name, view in views.items()}, begin_s)
+            self._kept.add(unit.name)
+            return True
         if not self.forms.load(unit.name, tensors, past=self.drop_behind):
             self._kept.discard(unit.name)
             return False
@@ -202,6 +258,14 @@ class UnitLoading:
         begin_s = time.monotonic()
         with at_stage(item, stage, residency=self.residency, tracer=self.tracer, args=args):
             yield
-        if stage == "read" and item.read_nbytes >= RATED_NBYTES:
+        if stage == "read" and item.read_nbytes >= TIMED_NBYTES:
             rate = item.read_nbytes / max(1e-6, time.monotonic() - begin_s)
-            self.read_rate += (rate - self.read_rate) / RATED_READS
+            self._rate(item.read_nbytes, is_copied=rate > MEMORY_RATE)
+
+
+def _numbers_of(item: LoadItem, place: Place) -> Iterable[torch.Tensor]:
+    """What an item that is stored as it lies has filled, on the host."""
+    if place.parts is None:
+        return item_views(item, place.landed).values()
+    first = item.param.section_starts[item.section]
+    return (place.parts[first + item.section_rows[0] : first + item.section_rows[1]],)

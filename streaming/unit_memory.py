@@ -25,15 +25,17 @@ done behind each copy, on the device: the host and the disk keep what was stored
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from quant.post_processing import process
+from quant.row_parts import RowParts
 from quant.scheme import StoredSpec
 from streaming.device import CudaDevice, own_memory, view_of
+from streaming.file_views import FileView, give_pages_back
 from streaming.host_tier import HostTier, Landing
 from streaming.post_processing import PostProcessing
 from streaming.read_plan import aligned
@@ -55,6 +57,9 @@ class Place:
     landing: Landing | None = None
     behind: Any = None  # the moment that whoever writes there waits for
     is_made: bool = False  # on the device, of its items
+    passes: bool = False  # through the ring: nothing of it stays
+    views: tuple[FileView, ...] = ()  # of the stored tensors that are used where they lie in their file
+    parts: RowParts | None = None  # a wide weight that lies in several places of it: then `stored` holds nothing
     moment: Any = None  # that products wait for
     issued_s: float = 0.0  # when the copy was
 
@@ -62,6 +67,29 @@ class Place:
     def landed(self) -> Stored:
         """The stored tensors on the host."""
         return self.stored if self.landing is None else self.landing.tensors
+
+    @property
+    def leased(self) -> Stored | RowParts:
+        """What a product is given."""
+        return self.stored if self.parts is None else self.parts
+
+    def take_views(self, views: Mapping[str, Sequence[FileView]], storage: Mapping[str, StoredSpec]) -> None:
+        """Use these stored tensors where they lie. The memory that was set aside for the unit is given back as long."""
+        if not views:
+            return
+        give_pages_back(self.memory)
+        self.views = tuple(view for several in views.values() for view in several)
+        whole = {name: found[0].as_stored(storage[name]) for name, found in views.items() if len(found) == 1}
+        self.stored = {**self.stored, **whole}
+        apart = [name for name, found in views.items() if len(found) > 1]
+        if apart:
+            (name,) = apart  # wide: its only stored tensor
+            self.stored = {}
+            self.parts = RowParts([view.as_rows(storage[name]) for view in views[name]])
+
+    def let_go(self) -> None:
+        """Of maps, before the unit's room is given to another one."""
+        self.stored, self.views, self.parts = {}, (), None
 
     @property
     def is_filled(self) -> bool:
@@ -110,7 +138,8 @@ class UnitMemory(Protocol):
         ...
 
     def lease(self, place: Place) -> None:
-        """Before the first product of the forward thread."""
+        """Before the first product of the forward thread. Raises LayerLoadError where the bytes are not what they
+        were."""
         ...
 
     def used(self) -> None:
@@ -153,7 +182,8 @@ class CpuUnits:
         """There is no landing."""
 
     def lease(self, place: Place) -> None:
-        """Nothing to wait for."""
+        for view in place.views:
+            view.check()
 
     def used(self) -> None:
         """A product is done when its call returns."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 
+from quant.row_parts import RowParts
 from streaming.device import own_memory
 from streaming.errors import StreamClosedError
 from streaming.load_plan import LoadItem
@@ -89,22 +90,25 @@ class WeightStream:
         return StepWeights(self, stop)
 
     @contextmanager
-    def lease(self, param: str, *, stop: Callable[[], None]) -> Iterator[Stored | None]:
-        """The stored tensors of a parameter for the length of the block; None where the module has them.
+    def lease(self, param: str, *, stop: Callable[[], None]) -> Iterator[Stored | RowParts | None]:
+        """The stored tensors of a parameter, or the parts that it is in, for the length of the block; None where the
+        module has them.
 
         Raises what ended the stream, and what `stop` raises.
         """
-        with self._leased(self._of_param.get((param, 0)), stop) as stored:
+        with self.lease_unit(self._of_param.get((param, 0)), stop=stop) as stored:
             yield stored
 
     @contextmanager
     def lease_rows(self, param: str, start: int, *, stop: Callable[[], None]) -> Iterator[Stored | None]:
         """The same for the unit of the head that begins with row `start`."""
-        with self._leased(self._of_param.get((param, start)), stop) as stored:
+        with self.lease_unit(self._of_param.get((param, start)), stop=stop) as stored:
+            assert not isinstance(stored, RowParts)  # rows of one tensor
             yield stored
 
     @contextmanager
-    def _leased(self, unit: Unit | None, stop: Callable[[], None]) -> Iterator[Stored | None]:
+    def lease_unit(self, unit: Unit | None, *, stop: Callable[[], None]) -> Iterator[Stored | RowParts | None]:
+        """The same of any unit."""
         if unit is None:
             yield None
             return
@@ -113,7 +117,7 @@ class WeightStream:
             if entry is not None:
                 self.residency.lease_unit(unit.layer, unit.name, stop=stop)
                 self.memory.lease(entry.place)
-            yield None if entry is None else entry.place.stored
+            yield None if entry is None else entry.place.leased
         finally:
             self._release(unit, entry)
 
@@ -170,6 +174,7 @@ class WeightStream:
         assert entry.offset is not None
         self.residency.withdraw_unit(entry.unit.name)
         self.memory.leave(entry.place)
+        entry.place.let_go()
         del self._live[entry.unit.name]
         self._ring.free(entry.offset)
         self._changed.notify_all()
@@ -316,7 +321,8 @@ class WeightStream:
             memory = self._memory[offset : offset + unit.nbytes]
         self.loading.begin(unit)
         place = self.memory.place(unit, memory)
-        todo = deque(((item,) for item in unit.items) if unit.is_straight and not place.is_filled else (unit.items,))
+        place.passes = offset is not None
+        todo = deque((unit.items,) if place.is_filled else self.loading.jobs(unit, place))
         self._live[unit.name] = _Entry(unit, place, offset, todo, len(todo), not (unit.is_straight or place.is_filled))
         self._next = self._index[unit.name] + 1
         self._changed.notify_all()
@@ -380,7 +386,7 @@ class StepWeights:
     stream: WeightStream
     stop: Callable[[], None]
 
-    def lease(self, param: str) -> AbstractContextManager[Stored | None]:
+    def lease(self, param: str) -> AbstractContextManager[Stored | RowParts | None]:
         """See WeightStream."""
         return self.stream.lease(param, stop=self.stop)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from layers.architecture import EMBED_WEIGHT
+from quant.row_parts import RowParts
 
 if TYPE_CHECKING:
     import torch
@@ -45,9 +46,10 @@ def _units(runner: ModelRunner, stop: Callable[[], None]) -> Iterator[tuple[str,
     if stream is None:
         return
     for unit in stream.units:
-        with stream.lease_rows(unit.param.name, unit.first, stop=stop) as stored:
-            if stored is None:
+        with stream.lease_unit(unit, stop=stop) as leased:
+            if leased is None:
                 continue
+            stored = {"weight": leased[:]} if isinstance(leased, RowParts) else leased
             module = unit.param.name.rpartition(".")[0]
             multiple = unit.param.scheme.row_multiple if unit.param.kind.has_scheme else 1
             for name, tensor in stored.items():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from streaming.errors import CheckpointError
 from streaming.page_cache import drop, is_cached
 from streaming.sizes import format_size
 from streaming.stored_cache.data_file import (
@@ -48,6 +50,7 @@ from streaming.stored_cache.key import THIS_RUN, key_bytes, key_word
 if TYPE_CHECKING:
     import torch
 
+    from streaming.file_views import FileView
     from streaming.past_cache import PastFile
 
 SYNC_NBYTES = 256 << 20
@@ -173,6 +176,44 @@ class StoredCache:
             if passes and read is None:
                 self.drop_behind(unit)
             return good
+
+    def view(self, unit: str, like: Mapping[str, torch.Tensor]) -> dict[str, FileView] | None:
+        """The unit's tensors, of these names, dtypes and shapes, where they lie in the system's page cache; None where
+        they are not there whole, or were not loaded and verified since the file was what it is now."""
+        from streaming.file_views import FileView, view_cached
+
+        with self._using() as model:
+            with self._changed:
+                found = self._units.get(unit)
+            if model is None or found is None or not holds_same(found, like):
+                return None
+            try:
+                before = self._look(model)
+                if self._verified.get(found) != before:
+                    return None
+                memory = view_cached(model.data, found.start, found.stop - found.start)
+                if memory is None or self._look(model) != before:
+                    return None
+            except OSError:
+                return None
+        parts = {one.name: memory[one.offset - found.start :][: one.nbytes] for one in found.tensors}
+        check = partial(self._check_view, found, tuple(parts[one.name] for one in found.tensors), before)
+        return {name: FileView(part, check) for name, part in parts.items()}
+
+    def _check_view(self, unit: CachedUnit, parts: tuple[torch.Tensor, ...], state: DataState) -> None:
+        """Raise CheckpointError where the file has changed meanwhile, and the unit with it."""
+        with self._using() as model:
+            found = state if model is None else data_state(model.data)
+            if found == state:
+                return
+            checksum = 0
+            for part in parts if found.nbytes >= unit.stop else ():
+                checksum = zlib.crc32(byte_view(part), checksum)
+        if found.nbytes < unit.stop or checksum != unit.checksum:
+            raise CheckpointError(
+                f"{self.file} was changed by somebody while {unit.name} was used where it lies in it "
+                "(--safetensors-load-strategy lazy); load the model again"
+            )
 
     def _past_reader(self, model: ModelFolder) -> Read | None:
         """What reads the data file past the page cache; None where that cannot be."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from streaming.errors import CheckpointError
 from streaming.stored_cache import cache as cache_module
 from streaming.stored_cache import data_file
 from streaming.stored_cache.key import THIS_RUN
@@ -374,3 +375,48 @@ def test_what_is_read_past_the_page_cache_is_checked_alike(tmp_path: Path, monke
             file.write(bytes([byte ^ 1]))
         found = {one: torch.zeros_like(tensor) for one, tensor in units["u3"].items()}
         assert cache.load("u3", found, past=True) is False
+
+
+def test_what_was_verified_is_viewed_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_file, "SETTLED_NS", 0)
+    units = range(4)
+    fill(tmp_path, units)
+    with Opened(tmp_path) as cache:
+        assert cache.view("u1", unit_of(1)) is None  # not verified yet
+        for seed in units:
+            assert loaded(cache, seed)
+            views = cache.view(f"u{seed}", unit_of(seed))
+            if views is None:
+                pytest.skip("this file system does not say what is in the page cache")
+            for name, tensor in unit_of(seed).items():
+                views[name].check()
+                assert views[name].memory.data_ptr() % 64 == 0
+                assert bytes(views[name].memory.numpy()) == tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        assert cache.view("u1", {"weight": unit_of(1)["weight"]}) is None  # of another kind
+        cache.put("other", unit_of(7))  # which changes the file, and nothing of the unit
+        views["weight"].check()
+        assert cache.view("u3", unit_of(3)) is None
+        assert loaded(cache, 3)
+        assert cache.view("u3", unit_of(3)) is not None
+    assert cache.view("u3", unit_of(3)) is None
+    views["weight"].check()  # nobody computes any more
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_view_whose_bytes_were_changed_is_told(cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_file, "SETTLED_NS", 0)
+    fill(tmp_path, range(2))
+    with Opened(tmp_path) as cache:
+        assert loaded(cache, 1)
+        views = cache.view("u1", unit_of(1))
+        if views is None:
+            pytest.skip("this file system does not say what is in the page cache")
+        (place, *_) = cache.tensors("u1")
+        if cut:
+            os.truncate(cache.file, place.offset)
+        else:
+            with cache.file.open("r+b") as file:
+                file.seek(place.offset + 5)
+                file.write(b"other")
+        with pytest.raises(CheckpointError, match=r"was changed by somebody while u1 was used where it lies in it"):
+            views["weight"].check()

@@ -51,8 +51,8 @@ def test_what_is_written_meanwhile_comes_afterwards(capfd: pytest.CaptureFixture
 
 
 def test_descriptors_are_given_back() -> None:
-    before = os.listdir("/proc/self/fd")
+    before = set(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with without_panic_text(), without_panic_text():
             pass
-    assert os.listdir("/proc/self/fd") == before
+    assert set(os.listdir("/proc/self/fd")) <= before  # those of others may go meanwhile

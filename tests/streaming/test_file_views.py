@@ -1,0 +1,251 @@
+"""Streamed weights that are used where they lie in the page cache (`lazy`): the same bits, and nothing is copied."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.write_tiny_model import TinyModel
+from layers.sampling_params import SamplingParams
+from quant.row_parts import RowParts
+from streaming import LLM, LayerLoadError
+from streaming.device import own_memory
+from streaming.file_views import give_pages_back, view_cached
+from streaming.page_cache import is_cached
+from streaming.weight_stream import WeightStream
+from tests.layers.tiny import some_ids
+from tests.streaming.leftovers import open_descriptors
+from tests.streaming.limits import limit_of
+from tests.streaming.waiting import until
+
+IDS = some_ids(7, vocab_size=101, seed=1)
+SIZE = 5 * mmap.PAGESIZE + 1234
+LAZY = {"safetensors_load_strategy": "lazy", "reader": "threads", "max_model_len": 64}
+Tiny = Callable[[TinyModel], Path]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[int]:
+    path = tmp_path / "bytes"
+    path.write_bytes(random.Random(0).randbytes(SIZE))
+    descriptor = os.open(path, os.O_RDWR)
+    if not is_cached(descriptor, 0, SIZE):
+        pytest.skip("this file system does not say what is in the page cache")
+    yield descriptor
+    os.close(descriptor)
+
+
+# --- views
+
+
+def test_any_run_of_a_file_that_is_in_the_cache(file: int) -> None:
+    whole, chance, before = os.pread(file, SIZE, 0), random.Random(1), open_descriptors()
+    for _ in range(100):
+        first, last = sorted(chance.sample(range(SIZE + 1), k=2))
+        view = view_cached(file, first, last - first)
+        assert view is not None
+        assert bytes(view.tolist()) == whole[first:last]
+    del view
+    gc.collect()
+    assert open_descriptors() == before
+
+
+def test_no_view_of_what_is_not_there(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert view_cached(file, SIZE - 10, 11) is None
+    assert view_cached(file, 5, 0) is None
+    monkeypatch.setattr("streaming.file_views.is_cached", lambda descriptor, offset, nbytes: True)
+    assert view_cached(file, SIZE + mmap.PAGESIZE, 5) is None  # cut behind the look at it
+    os.ftruncate(file, mmap.PAGESIZE)
+    assert view_cached(file, 100, SIZE - 100) is None
+
+
+def test_a_stray_write_does_not_reach_the_file(file: int) -> None:
+    view, before = view_cached(file, 10, 100), os.pread(file, 100, 10)
+    assert view is not None
+    view.fill_(7)
+    assert os.pread(file, 100, 10) == before
+
+
+def test_only_whole_pages_are_given_back() -> None:
+    page = mmap.PAGESIZE
+    memory = own_memory(4 * page).fill_(1)
+    give_pages_back(memory[100 : 3 * page + 5])
+    assert memory[:page].all()
+    assert not memory[page : 3 * page].any()
+    assert memory[3 * page :].all()
+    give_pages_back(memory[10:20])
+    assert memory[10:20].all()
+
+
+# --- a model
+
+
+@pytest.fixture
+def folder(tiny_folder: Tiny) -> Path:
+    return tiny_folder(TinyModel(layers=6))
+
+
+def stream_of(llm: LLM) -> WeightStream:
+    stream = llm.model.runner.stream
+    assert stream is not None
+    return stream
+
+
+def answers(llm: LLM) -> tuple[torch.Tensor, tuple[int, ...]]:
+    return llm.logits(IDS), llm.complete([IDS], SamplingParams(max_tokens=6, ignore_eos=True))[0].token_ids
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_bits_are_those_of_the_whole_model(tiny_folder: Tiny, dtype: str, tied: bool, share: float) -> None:
+    folder = tiny_folder(TinyModel(layers=5, dtype=dtype, tied=tied))
+    with LLM(folder, max_model_len=64) as llm:
+        expected = answers(llm)
+    limit = limit_of(folder, share, **LAZY)
+    with LLM(folder, memory=limit, **LAZY) as llm:
+        for _ in range(2):
+            found = answers(llm)
+            assert torch.equal(found[0], expected[0])
+            assert found[1] == expected[1]
+        assert llm.stats().peak_budget_bytes <= limit
+        mapped, passed = llm.tracer.nbytes("map"), stream_of(llm).counts.streamed_nbytes
+        assert mapped >= passed if dtype == "bfloat16" else mapped < passed  # float32 that is not aligned is moved
+
+
+@pytest.mark.parametrize("strategy", ["lazy", None])
+def test_what_passes_through_is_copied_under_other_strategies_alone(folder: Path, strategy: str | None) -> None:
+    limit = limit_of(folder, 0.0, max_model_len=64)
+    with LLM(folder, memory=limit, **LAZY | {"safetensors_load_strategy": strategy}) as llm:
+        llm.wait_loaded()
+        llm.logits(IDS)
+        before = llm.tracer.nbytes("read")
+        llm.logits(IDS)
+        llm.logits(IDS)
+        read, mapped = llm.tracer.nbytes("read") - before, llm.tracer.nbytes("map")
+        streamed = stream_of(llm).plan.pass_nbytes
+    assert (read == 0, mapped >= 3 * streamed) == ((True, True) if strategy == "lazy" else (False, False))
+
+
+@pytest.mark.parametrize("scheme", ["int8_per_channel", "fp8_per_channel", "int4_per_group"])
+def test_stored_forms_are_used_where_the_cache_has_them(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    monkeypatch.setattr("streaming.stored_cache.data_file.SETTLED_NS", 0)
+    options = LAZY | {"quantization": scheme, "cache_dir": str(tmp_path / "cache")}
+    with LLM(folder, max_model_len=64, quantization=scheme) as llm:
+        expected = answers(llm)
+    with LLM(folder, memory=limit_of(folder, 0.2, **options), **options) as llm:
+        for _ in range(3):
+            found = answers(llm)
+            assert torch.equal(found[0], expected[0])
+            assert found[1] == expected[1]
+        read, mapped = llm.tracer.nbytes("read"), llm.tracer.nbytes("map")
+        llm.logits(IDS)
+        streamed = stream_of(llm).plan.pass_nbytes
+        assert llm.tracer.nbytes("map") - mapped > streamed // 2
+        assert llm.tracer.nbytes("read") - read < streamed // 2
+
+
+def test_projections_that_lie_apart_are_not_joined(folder: Path) -> None:
+    with LLM(folder, memory=limit_of(folder, 0.0, **LAZY), **LAZY) as llm:
+        stream, found = stream_of(llm), {}
+        llm.logits(IDS)
+        for unit in stream.units[:4]:
+            with stream.lease_unit(unit, stop=lambda: None) as leased:
+                found[unit.name.rpartition("layers.0.")[2]] = type(leased)
+    assert found == {
+        "self_attn.qkv_proj.weight": RowParts,  # between them in the file is o_proj
+        "self_attn.o_proj.weight": dict,
+        "mlp.gate_up_proj.weight": dict,
+        "mlp.down_proj.weight": dict,
+    }
+
+
+def test_what_stays_is_in_memory_of_its_own(folder: Path) -> None:
+    with LLM(folder, memory=limit_of(folder, 0.6, **LAZY), **LAZY) as llm:
+        llm.logits(IDS)
+        llm.logits(IDS)
+        stream = stream_of(llm)
+        kept = [unit for unit in stream.units if unit.name in stream.plan.kept]
+        assert kept
+        assert not [unit.name for unit in kept if unit.name in stream._own and stream._own[unit.name].place.views]
+
+
+def test_what_is_not_in_the_cache_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(0)
+    with LLM(folder, max_model_len=64) as llm:
+        expected = answers(llm)
+    for module in ("file_views", "item_bytes"):
+        monkeypatch.setattr(f"streaming.{module}.is_cached", lambda *run: chance.random() < 0.5 and is_cached(*run))
+    with LLM(folder, memory=limit_of(folder, 0.2, **LAZY), **LAZY) as llm:
+        for _ in range(4):  # the ring's memory is given back and written to again
+            found = answers(llm)
+            assert torch.equal(found[0], expected[0])
+            assert found[1] == expected[1]
+        assert llm.tracer.nbytes("map") > 0
+
+
+def test_the_same_tokens_while_the_limit_changes(folder: Path) -> None:
+    with LLM(folder, max_model_len=64) as llm:
+        expected = answers(llm)
+    limits = [limit_of(folder, share, **LAZY) for share in (0.1, 0.3, 0.6, 0.9)]
+    with LLM(folder, memory=limits[0], **LAZY) as llm:
+        for limit in random.Random(0).choices(limits, k=20):
+            llm.set_memory(limit)
+            found = answers(llm)
+            assert torch.equal(found[0], expected[0])
+            assert found[1] == expected[1]
+
+
+def rewritten(file: Path) -> None:
+    """Longer than it was: nothing is cut away under a map."""
+    with file.open("ab") as out:
+        out.write(b"x")
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, 100)
+
+
+@pytest.mark.parametrize("change", [rewritten, cut])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_file_that_changes_under_its_maps_ends_the_run_before_they_are_used(
+    folder: Path, tmp_path: Path, share: float, change: Callable[[Path], None]
+) -> None:
+    own = Path(shutil.copytree(folder, tmp_path / "own"))
+    with LLM(own, memory=limit_of(own, share, **LAZY), **LAZY) as llm:
+        llm.logits(IDS)
+        stream = stream_of(llm)
+        first = stream.plan.streamed[0]
+        until(lambda: first.name in stream._live and bool(stream._live[first.name].place.views))
+        for file in own.glob("*.safetensors"):
+            change(file)
+        changed = r"stage read, tensor model.layers.*model-0000[12].* was changed, or replaced"
+        with pytest.raises(LayerLoadError, match=changed), stream.lease_unit(first, stop=lambda: None):
+            pass
+        with pytest.raises(LayerLoadError, match=r"was changed, or replaced"):
+            llm.logits(IDS)
+
+
+@pytest.mark.parametrize(("strategy", "copies"), [("lazy", False), ("direct", True)])
+def test_a_core_is_left_to_who_copies_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, copies: bool
+) -> None:
+    for name, value in {"TIMED_NBYTES": 1, "RATED_NBYTES": 1 << 16, "MEMORY_RATE": 1}.items():
+        monkeypatch.setattr(f"streaming.unit_loading.{name}", value)
+    options: dict[str, Any] = LAZY | {"safetensors_load_strategy": strategy}
+    with LLM(folder, memory=limit_of(folder, 0.0, **options), **options) as llm:
+        llm.wait_loaded()
+        llm.logits(IDS)
+        llm.logits(IDS)
+        assert stream_of(llm).loading.copies == copies
