@@ -56,7 +56,7 @@ def test_any_run_of_a_file_that_is_in_the_cache(file: int) -> None:
         assert bytes(view.tolist()) == whole[first:last]
     del view
     gc.collect()
-    assert open_descriptors() == before
+    assert open_descriptors().items() <= before.items()
 
 
 def test_no_view_of_what_is_not_there(file: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ from streaming.ranks.lead import Lead
 from tests.streaming.ranks.threaded import _end_thread
 
 
+# Its listener ends as its process would, if it gets to it before the channel is closed.
+@pytest.mark.filterwarnings("ignore:Exception in thread rank listen:pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_rank_that_lives_and_does_not_come_to_meet_the_others_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spoke, "os", SimpleNamespace(_exit=_end_thread, write=os.write))
     with open_hub(2, token="word", rank_timeout_s=0.5) as hub:
