@@ -41,11 +41,14 @@ class FileView:
         return self.memory.view(to_torch(spec.dtype)).view(-1, *spec.shape[1:])
 
 
-def view_cached(descriptor: int, offset: int, nbytes: int) -> torch.Tensor | None:
+def view_cached(
+    descriptor: int, offset: int, nbytes: int, *, before: Callable[[], None] = lambda: None
+) -> torch.Tensor | None:
     """uint8 [nbytes], a map of a file from `offset` on; None where the page cache has not all of it, or it cannot be
-    mapped."""
+    mapped. `before` is called right before there are pages of it: to give others back, so that both count once."""
     if nbytes == 0 or not is_cached(descriptor, offset, nbytes):
         return None
+    before()
     start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     try:
         memory = _private_map(descriptor, start, offset + nbytes - start)

@@ -126,9 +126,9 @@ class ItemBytes:
         finally:
             self._files.give_back(number, pieces=0)
 
-    def view(self, item: LoadItem, run: FileRun) -> FileView | None:
+    def view(self, item: LoadItem, run: FileRun, *, before: Callable[[], None]) -> FileView | None:
         """A run of a local file where it lies in the page cache; None where it is not there whole, or the file is not
-        what it was. `item`: the first of the run, which errors name."""
+        what it was. `item`: of the run, which errors name; `before`: see `view_cached`."""
         if self._files is None:
             return None
         files, number = self._files, self._numbers[run.file]
@@ -143,7 +143,7 @@ class ItemBytes:
             descriptor = files.take(number)
         except OSError:
             return None
-        memory = view_cached(descriptor, run.offset, run.nbytes)
+        memory = view_cached(descriptor, run.offset, run.nbytes, before=before)
         changed = files.give_back(number, pieces=0)
         return None if memory is None or changed else FileView(memory, check)
 

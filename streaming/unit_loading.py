@@ -48,8 +48,9 @@ class StoredForms(Protocol):
         """Fill the tensors; False where the unit is not there, or not what was written. `past`: past the page cache."""
         ...
 
-    def view(self, unit: str, like: Stored) -> Mapping[str, FileView] | None:
-        """The tensors where they lie in the page cache; None where they have to be loaded."""
+    def view(self, unit: str, like: Stored, *, before: Callable[[], None]) -> Mapping[str, FileView] | None:
+        """The tensors where they lie in the page cache; None where they have to be loaded. `before` is called before
+        there are pages of them."""
         ...
 
     def put(self, unit: str, tensors: Stored) -> None:
@@ -169,13 +170,12 @@ class UnitLoading:
         return self.maps and place.passes and bool(unit.file_runs)
 
     def _view(self, unit: Unit, place: Place) -> frozenset[str]:
-        """Use the unit's stored tensors where they lie in the page cache, those of which it has all: which these are.
-        The memory that was set aside for the unit is given back as long, so that both count once."""
+        """Use the stored tensors where they lie in the page cache, those of which it has all: which these are."""
         begin_s, found = time.monotonic(), dict[str, list[FileView]]()
         self.residency.mark(unit.layer, "read")
         for name, runs in unit.file_runs.items():
             first = next(item for item in unit.items if item.stored_name == name)
-            views = [view for run in runs if (view := self.items.view(first, run)) is not None]
+            views = [view for run in runs if (view := self.items.view(first, run, before=place.spare)) is not None]
             if len(views) == len(runs):
                 found[name] = views
         self._take_views(unit, place, found, begin_s)
@@ -210,7 +210,7 @@ class UnitLoading:
             return False
         self.residency.mark(unit.layer, "read")
         begin_s = time.monotonic()
-        if self.maps and place.passes and (views := self.forms.view(unit.name, tensors)) is not None:
+        if self.maps and place.passes and (views := self.forms.view(unit.name, tensors, before=place.spare)):
             self._take_views(unit, place, {name: [view] for name, view in views.items()}, begin_s)
             self._kept.add(unit.name)
             return True

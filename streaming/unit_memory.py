@@ -73,11 +73,13 @@ class Place:
         """What a product is given."""
         return self.stored if self.parts is None else self.parts
 
-    def take_views(self, views: Mapping[str, Sequence[FileView]], storage: Mapping[str, StoredSpec]) -> None:
-        """Use these stored tensors where they lie. The memory that was set aside for the unit is given back as long."""
-        if not views:
-            return
+    def spare(self) -> None:
+        """Give back, as long as maps are used in its place, the memory that was set aside for the unit: both count
+        once."""
         give_pages_back(self.memory)
+
+    def take_views(self, views: Mapping[str, Sequence[FileView]], storage: Mapping[str, StoredSpec]) -> None:
+        """Use these stored tensors where they lie."""
         self.views = tuple(view for several in views.values() for view in several)
         whole = {name: found[0].as_stored(storage[name]) for name, found in views.items() if len(found) == 1}
         self.stored = {**self.stored, **whole}

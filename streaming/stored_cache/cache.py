@@ -177,9 +177,12 @@ class StoredCache:
                 self.drop_behind(unit)
             return good
 
-    def view(self, unit: str, like: Mapping[str, torch.Tensor]) -> dict[str, FileView] | None:
+    def view(
+        self, unit: str, like: Mapping[str, torch.Tensor], *, before: Callable[[], None]
+    ) -> dict[str, FileView] | None:
         """The unit's tensors, of these names, dtypes and shapes, where they lie in the system's page cache; None where
-        they are not there whole, or were not loaded and verified since the file was what it is now."""
+        they are not there whole, or were not loaded and verified since the file was what it is now. `before`: see
+        `view_cached`."""
         from streaming.file_views import FileView, view_cached
 
         with self._using() as model:
@@ -188,16 +191,16 @@ class StoredCache:
             if model is None or found is None or not holds_same(found, like):
                 return None
             try:
-                before = self._look(model)
-                if self._verified.get(found) != before:
+                state = self._look(model)
+                if self._verified.get(found) != state:
                     return None
-                memory = view_cached(model.data, found.start, found.stop - found.start)
-                if memory is None or self._look(model) != before:
+                memory = view_cached(model.data, found.start, found.stop - found.start, before=before)
+                if memory is None or self._look(model) != state:
                     return None
             except OSError:
                 return None
         parts = {one.name: memory[one.offset - found.start :][: one.nbytes] for one in found.tensors}
-        check = partial(self._check_view, found, tuple(parts[one.name] for one in found.tensors), before)
+        check = partial(self._check_view, found, tuple(parts[one.name] for one in found.tensors), state)
         return {name: FileView(part, check) for name, part in parts.items()}
 
     def _check_view(self, unit: CachedUnit, parts: tuple[torch.Tensor, ...], state: DataState) -> None:

@@ -377,28 +377,32 @@ def test_what_is_read_past_the_page_cache_is_checked_alike(tmp_path: Path, monke
         assert cache.load("u3", found, past=True) is False
 
 
+def none() -> None:
+    """What nobody waits for."""
+
+
 def test_what_was_verified_is_viewed_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_file, "SETTLED_NS", 0)
     units = range(4)
     fill(tmp_path, units)
     with Opened(tmp_path) as cache:
-        assert cache.view("u1", unit_of(1)) is None  # not verified yet
+        assert cache.view("u1", unit_of(1), before=none) is None  # not verified yet
         for seed in units:
             assert loaded(cache, seed)
-            views = cache.view(f"u{seed}", unit_of(seed))
+            views = cache.view(f"u{seed}", unit_of(seed), before=none)
             if views is None:
                 pytest.skip("this file system does not say what is in the page cache")
             for name, tensor in unit_of(seed).items():
                 views[name].check()
                 assert views[name].memory.data_ptr() % 64 == 0
                 assert bytes(views[name].memory.numpy()) == tensor.contiguous().view(torch.uint8).numpy().tobytes()
-        assert cache.view("u1", {"weight": unit_of(1)["weight"]}) is None  # of another kind
+        assert cache.view("u1", {"weight": unit_of(1)["weight"]}, before=none) is None  # of another kind
         cache.put("other", unit_of(7))  # which changes the file, and nothing of the unit
         views["weight"].check()
-        assert cache.view("u3", unit_of(3)) is None
+        assert cache.view("u3", unit_of(3), before=none) is None
         assert loaded(cache, 3)
-        assert cache.view("u3", unit_of(3)) is not None
-    assert cache.view("u3", unit_of(3)) is None
+        assert cache.view("u3", unit_of(3), before=none) is not None
+    assert cache.view("u3", unit_of(3), before=none) is None
     views["weight"].check()  # nobody computes any more
 
 
@@ -408,7 +412,7 @@ def test_a_view_whose_bytes_were_changed_is_told(cut: bool, tmp_path: Path, monk
     fill(tmp_path, range(2))
     with Opened(tmp_path) as cache:
         assert loaded(cache, 1)
-        views = cache.view("u1", unit_of(1))
+        views = cache.view("u1", unit_of(1), before=none)
         if views is None:
             pytest.skip("this file system does not say what is in the page cache")
         (place, *_) = cache.tensors("u1")
