@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 
 import torch
 
@@ -128,16 +128,20 @@ class ItemBytes:
 
     def view(self, item: LoadItem, run: FileRun, *, before: Callable[[], None]) -> FileView | None:
         """A run of a local file where it lies in the page cache; None where it is not there whole, or the file is not
-        what it was. `item`: of the run, which errors name; `before`: see `view_cached`."""
+        what it was. `item`: the first of the run, which errors name; `before`: see `view_cached`."""
         if self._files is None:
             return None
         files, number = self._files, self._numbers[run.file]
 
         def check() -> None:
-            with suppress(OSError):  # the model is closed
+            try:
                 files.take(number)
-                if files.give_back(number, pieces=0):
-                    raise _failure(item, _FAULTS[CHANGED])
+            except OSError as error:
+                if error.errno == errno.ECANCELED:
+                    return  # the model is closed
+                raise _failure(item, error.errno or 0) from error
+            if files.give_back(number, pieces=0):
+                raise _failure(item, _FAULTS[CHANGED])
 
         try:
             descriptor = files.take(number)

@@ -70,6 +70,10 @@ class Unit:
                 found[name] = runs
         return {name: runs for name, runs in found.items() if runs}
 
+    def first_of(self, run: FileRun) -> LoadItem:
+        """The item that a run of a file begins with."""
+        return next(item for item in self.items if (item.tensor.file, item.file_offset) == (run.file, run.offset))
+
     @cached_property
     def is_worth_keeping(self) -> bool:
         """Whether its stored form is kept on disk once it has been made: where it is quantized, so that this is done

@@ -174,10 +174,9 @@ class UnitLoading:
         begin_s, found = time.monotonic(), dict[str, list[FileView]]()
         self.residency.mark(unit.layer, "read")
         for name, runs in unit.file_runs.items():
-            first = next(item for item in unit.items if item.stored_name == name)
-            views = [view for run in runs if (view := self.items.view(first, run, before=place.spare)) is not None]
-            if len(views) == len(runs):
-                found[name] = views
+            views = [self.items.view(unit.first_of(run), run, before=place.spare) for run in runs]
+            if None not in views:
+                found[name] = [view for view in views if view is not None]
         self._take_views(unit, place, found, begin_s)
         return frozenset(found)
 

@@ -12,10 +12,10 @@ from quant.row_parts import RowParts
 HEIGHTS = (96, 1, 700, 223)
 
 
-def apart(weight: torch.Tensor) -> RowParts:
+def apart(weight: torch.Tensor, heights: tuple[int, ...] = HEIGHTS) -> RowParts:
     """Each part at an address of its own, which is as far from an aligned one as a file's header leaves it."""
     parts = []
-    for part in weight.split(HEIGHTS):
+    for part in weight.split(heights):
         size = weight.element_size()
         memory = torch.empty(part.numel() * size + 64 + size, dtype=torch.uint8)
         start = -memory.data_ptr() % 64 + size
@@ -39,6 +39,32 @@ def test_a_product_has_the_bits_of_one_with_the_whole_weight(
         assert torch.equal(kernels.wide(x, apart(weight), one), kernels.wide(x, weight, one))
     wide = x.float()
     assert torch.equal(kernels.wide(wide, apart(weight), None), kernels.wide(wide, weight, None))
+
+
+@pytest.mark.parametrize(
+    ("heights", "columns"),
+    [
+        ((64, 32, 32), 64), ((33, 33), 96), ((512, 128, 128), 16), ((2048, 1024, 40), 96), ((256, 256), 256),
+        ((512, 128, 128), 512), ((700, 300), 328), ((1024, 256, 256), 1000), ((33, 2561), 2560),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_single_row_is_summed_in_the_same_order(heights: tuple[int, ...], columns: int, threads: int) -> None:
+    """Numbers that cancel: another order of the sums shows."""
+    generator, before = torch.Generator().manual_seed(columns), torch.get_num_threads()
+    weight = torch.randn(sum(heights), columns, generator=generator)
+    weight *= torch.randn(weight.shape, generator=generator).mul_(3).exp_()
+    order = torch.randperm(columns, generator=generator)
+    half = columns // 2
+    weight[:, order[half : 2 * half]] = -weight[:, order[:half]]
+    x, weight = torch.ones(1, columns, dtype=torch.bfloat16), weight.bfloat16()
+    torch.set_num_threads(threads)
+    try:
+        kernels = Kernels()
+        parts = apart(weight, heights)
+        assert torch.equal(kernels.wide(x, parts, None), kernels.wide(x, weight, None))
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_any_rows_of_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import mmap
 import os
 import random
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from examples.write_tiny_model import TinyModel
 from layers.sampling_params import SamplingParams
@@ -235,6 +237,26 @@ def test_a_file_that_changes_under_its_maps_ends_the_run_before_they_are_used(
             pass
         with pytest.raises(LayerLoadError, match=r"was changed, or replaced"):
             llm.logits(IDS)
+
+
+def test_the_tensor_and_the_file_that_changed_are_named(tiny_folder: Tiny, tmp_path: Path) -> None:
+    own = Path(shutil.copytree(tiny_folder(TinyModel(layers=3, files=1)), tmp_path / "own"))
+    apart = "model.layers.0.self_attn.v_proj.weight"
+    tensors = load_file(own / "model.safetensors")
+    save_file({apart: tensors.pop(apart)}, own / "b.safetensors", metadata={"format": "pt"})
+    save_file(tensors, own / "a.safetensors", metadata={"format": "pt"})
+    (own / "model.safetensors").unlink()
+    weight_map = dict.fromkeys(tensors, "a.safetensors") | {apart: "b.safetensors"}
+    (own / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with LLM(own, memory=limit_of(own, 0.0, **LAZY), **LAZY) as llm:
+        llm.logits(IDS)
+        stream = stream_of(llm)
+        first = stream.plan.streamed[0]
+        until(lambda: first.name in stream._live and stream._live[first.name].place.parts is not None)
+        rewritten(own / "b.safetensors")
+        changed = rf"tensor {apart}: .*/b\.safetensors was changed"
+        with pytest.raises(LayerLoadError, match=changed), stream.lease_unit(first, stop=lambda: None):
+            pass
 
 
 @pytest.mark.parametrize(("strategy", "copies"), [("lazy", False), ("direct", True)])
