@@ -90,8 +90,12 @@ class Place:
             self.parts = RowParts([view.as_rows(storage[name]) for view in views[name]])
 
     def let_go(self) -> None:
-        """Of maps, before the unit's room is given to another one."""
-        self.stored, self.views, self.parts = {}, (), None
+        """Of maps, before the unit's room is given to another one: also in the hands of who has just used them."""
+        if isinstance(self.stored, dict):
+            self.stored.clear()
+        if self.parts is not None:
+            self.parts.let_go()
+        self.views, self.parts = (), None
 
     @property
     def is_filled(self) -> bool:

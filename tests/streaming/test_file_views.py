@@ -8,6 +8,7 @@ import mmap
 import os
 import random
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,18 @@ def test_projections_that_lie_apart_are_not_joined(folder: Path) -> None:
         "mlp.gate_up_proj.weight": dict,
         "mlp.down_proj.weight": dict,
     }
+
+
+def test_a_map_goes_with_the_lease_whoever_still_has_it_in_hand(folder: Path) -> None:
+    with LLM(folder, memory=limit_of(folder, 0.0, **LAZY), **LAZY) as llm:
+        stream = stream_of(llm)
+        llm.logits(IDS)
+        for unit in stream.units[:4]:
+            with stream.lease_unit(unit, stop=lambda: None) as leased:
+                assert leased is not None
+                was = weakref.ref(leased.parts[0] if isinstance(leased, RowParts) else leased["weight"])
+            assert was() is None
+            assert not (leased.parts if isinstance(leased, RowParts) else leased)
 
 
 def test_what_stays_is_in_memory_of_its_own(folder: Path) -> None:
