@@ -39,7 +39,9 @@ class RowParts:
             if max(start, first) < min(stop, last):
                 found.append(part[max(start, first) - first : min(stop, last) - first])
             first = last
-        return found[0] if len(found) == 1 else torch.cat(found) if found else self.parts[0][:0]
+        if len(found) == 1:
+            return found[0]
+        return torch.cat(found or [self.parts[0][:0]])
 
 
 Rows = torch.Tensor | RowParts

@@ -205,12 +205,16 @@ def _without(plan: LoadPlan, in_place: Collection[tuple[str, str]]) -> dict[str,
 def give_back(memory: mmap.mmap, offset: int, nbytes: int, *, shared: bool) -> None:
     """Give the whole pages of a run of memory back to the system; it reads as zeros afterwards. `shared`: by a
     descriptor, so that other maps of it lose them too."""
-    start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
-    stop = (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    start, stop = whole_pages(offset, nbytes)
     advice = getattr(mmap, "MADV_REMOVE" if shared else "MADV_DONTNEED", None)
     if stop > start and advice is not None:
         with contextlib.suppress(OSError):  # a reader of this process has private memory in the place of shared
             memory.madvise(advice, start, stop - start)
+
+
+def whole_pages(start: int, nbytes: int) -> tuple[int, int]:
+    """Where the whole pages within a run of bytes begin and end; the end is before the begin where there is none."""
+    return -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 def _staged(window: torch.Tensor | None, read_plan: ReadPlan, item: LoadItem) -> torch.Tensor:

@@ -15,12 +15,12 @@ import torch
 
 from quant.dtypes import to_torch
 from quant.scheme import StoredSpec
-from streaming.device import view_of
+from streaming.device import view_of, whole_pages
+from streaming.kept_maps import private_map
 from streaming.page_cache import is_cached
 
 MADV_POPULATE_READ = 22  # Linux 5.14: all pages at once; elsewhere they come one by one, as they are touched
 _EINVAL = 22
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # copies are never made: no memory is set aside for them
 _LIBRARY = ctypes.CDLL(None, use_errno=True)
 
 
@@ -51,18 +51,11 @@ def view_cached(
     before()
     start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     try:
-        memory = _private_map(descriptor, start, offset + nbytes - start)
+        memory = private_map(descriptor, offset + nbytes - start, offset=start)
     except (OSError, ValueError):  # what the map would not take, a read says in its own words
         return None
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     return whole[offset - start :] if _populate(whole) else None
-
-
-def _private_map(descriptor: int, start: int, nbytes: int) -> mmap.mmap:
-    """A stray write would change a copy of the page, never the file."""
-    return mmap.mmap(
-        descriptor, nbytes, offset=start, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
-    )
 
 
 def _populate(memory: torch.Tensor) -> bool:
@@ -74,7 +67,6 @@ def _populate(memory: torch.Tensor) -> bool:
 def give_pages_back(memory: torch.Tensor) -> None:
     """Give the whole pages of a run of this process's own memory (uint8, see `own_memory`) back to the system; it reads
     as zeros afterwards."""
-    first, page = memory.data_ptr(), mmap.PAGESIZE
-    start, stop = -(-first // page) * page, (first + memory.numel()) // page * page
+    start, stop = whole_pages(memory.data_ptr(), memory.numel())
     if stop > start and hasattr(mmap, "MADV_DONTNEED"):
         _LIBRARY.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)

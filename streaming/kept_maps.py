@@ -75,14 +75,19 @@ class KeptMaps:
         )
 
     def _map(self, file: int) -> mmap.mmap:
-        """Private and writable: a stray write would change a copy of the page, never the file."""
         try:
-            return mmap.mmap(
-                self._descriptors[file], self._states[file][2],
-                flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE,
-            )  # fmt: skip
+            return private_map(self._descriptors[file], self._states[file][2])
         except OSError as error:
             raise CheckpointError(system_fault(self._paths[file], error.errno)) from error
+
+
+def private_map(descriptor: int, nbytes: int, *, offset: int = 0) -> mmap.mmap:
+    """A map of a file, private and writable: a stray write would change a copy of the page, never the file.
+
+    Raises OSError, ValueError.
+    """
+    flags, prot = mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+    return mmap.mmap(descriptor, nbytes, offset=offset, flags=flags, prot=prot)
 
 
 def _files_of_layers(plan: LoadPlan, read_plan: ReadPlan) -> dict[str, Iterable[int]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from streaming.errors import BudgetError
+from streaming.file_runs import file_runs
 from streaming.open_files import FileState
 from streaming.piece_cutting import PIECE_NBYTES as PIECE_NBYTES
 from streaming.piece_cutting import cut_pieces as cut_pieces
@@ -157,24 +158,16 @@ def stored_key(item: LoadItem) -> tuple[str, str]:
     return item.param.name, item.stored_name
 
 
-def views_of_files(plan: LoadPlan) -> dict[tuple[str, str], tuple[WeightFile, int]]:
+def views_of_files(plan: LoadPlan) -> dict[tuple[str, str], tuple[Path, int]]:
     """Stored tensors that lie in a local file byte for byte as they are wanted, in one run that is aligned.
 
     Bits of products can depend on where a weight begins, so one that is not aligned is moved.
     """
-    begins: dict[tuple[str, str], tuple[WeightFile, int]] = {}
-    ends: dict[tuple[str, str], int] = {}
-    broken: set[tuple[str, str]] = set()
+    filling: dict[tuple[str, str], list[LoadItem]] = {}
     for item in plan.items:
-        key = stored_key(item)
-        first = begins.setdefault(key, (item.tensor.file, item.file_offset))
-        local = isinstance(item.tensor.file, Path) and not item.tensor.generated
-        runs_on = ends.setdefault(key, item.file_offset) == item.file_offset and first[0] == item.tensor.file
-        one_run = item.nbytes > 0 and not item.stride_nbytes and not item.is_received
-        if not (item.direct and local and runs_on and first[1] % ALIGNMENT == 0 and one_run):
-            broken.add(key)
-        ends[key] = item.file_offset + item.nbytes
-    return {key: place for key, place in begins.items() if key not in broken}
+        filling.setdefault(stored_key(item), []).append(item)
+    runs = {key: file_runs(items) for key, items in filling.items()}
+    return {key: found[0][:2] for key, found in runs.items() if len(found) == 1 and found[0].offset % ALIGNMENT == 0}
 
 
 def _final_dest(item: LoadItem, offsets: Mapping[tuple[str, str], int]) -> int:

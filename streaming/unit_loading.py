@@ -104,10 +104,9 @@ class UnitLoading:
 
     def jobs(self, unit: Unit, place: Place) -> list[tuple[LoadItem, ...]]:
         """What `load` is given of a unit, each from any thread: item by item where it is read."""
-        viewed = self._may_be_viewed(unit, place) and all(
-            self.items.is_cached(run) for runs in unit.file_runs.values() for run in runs
-        )
-        return [(item,) for item in unit.items] if unit.is_straight and not viewed else [unit.items]
+        if len(unit.items) == 1 or not unit.is_straight or self._is_cached(unit, place):
+            return [unit.items]
+        return [(item,) for item in unit.items]
 
     def load(self, unit: Unit, items: Sequence[LoadItem], place: Place) -> None:
         """Bring some items of a unit, or all that it is made of, to its place: what is read lands on the host, what is
@@ -169,6 +168,11 @@ class UnitLoading:
     def _may_be_viewed(self, unit: Unit, place: Place) -> bool:
         return self.maps and place.passes and bool(unit.file_runs)
 
+    def _is_cached(self, unit: Unit, place: Place) -> bool:
+        """Whether all that may be viewed is in the page cache."""
+        runs = [run for several in unit.file_runs.values() for run in several]
+        return self._may_be_viewed(unit, place) and all(self.items.is_cached(run) for run in runs)
+
     def _view(self, unit: Unit, place: Place) -> frozenset[str]:
         """Use the stored tensors where they lie in the page cache, those of which it has all: which these are."""
         begin_s, found = time.monotonic(), dict[str, list[FileView]]()
@@ -180,9 +184,7 @@ class UnitLoading:
         self._take_views(unit, place, found, begin_s)
         return frozenset(found)
 
-    def _take_views(
-        self, unit: Unit, place: Place, views: Mapping[str, Sequence[FileView]], begin_s: float
-    ) -> None:  # fmt: skip
+    def _take_views(self, unit: Unit, place: Place, views: Mapping[str, Sequence[FileView]], begin_s: float) -> None:
         place.take_views(views, unit.storage)
         nbytes = sum(view.memory.numel() for several in views.values() for view in several)
         if nbytes:

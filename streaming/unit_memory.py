@@ -188,8 +188,8 @@ class CpuUnits:
         """There is no landing."""
 
     def lease(self, place: Place) -> None:
-        for view in place.views:
-            view.check()
+        for check in {view.check for view in place.views}:  # tensors of one unit may have one
+            check()
 
     def used(self) -> None:
         """A product is done when its call returns."""
