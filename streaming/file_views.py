@@ -1,4 +1,4 @@
-"""A run of a file used where it lies in the system's page cache: a map for as long as a product needs it.
+"""A run of a file used where it lies in the system's page cache: pages of a map, for as long as a product needs them.
 
 Copying out of the cache takes a core as long as multiplying takes it (5 GB/s a core measured, against 45 for setting up
 the pages of a map), and the bytes are in memory twice. The price is that of every map, see streaming.kept_maps.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from quant.dtypes import to_torch
+from quant.row_parts import RowParts
 from quant.scheme import StoredSpec
 from streaming.device import view_of, whole_pages
 from streaming.kept_maps import private_map
@@ -24,44 +26,86 @@ _EINVAL = 22
 _LIBRARY = ctypes.CDLL(None, use_errno=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FileView:
-    """`memory`: uint8 [nbytes], the file's own bytes, until the last tensor of it goes. `check` raises when the file is
-    not what it was: to be called right before the bytes are used."""
+    """`memory`: uint8 [nbytes], the bytes of `file`, wherever they are: reading them brings their pages back. `check`
+    raises when the file is not what it was: to be called right before the bytes are used."""
 
     memory: torch.Tensor
+    file: Hashable
     check: Callable[[], None]
 
-    def as_stored(self, spec: StoredSpec) -> torch.Tensor:
-        """The stored tensor that the bytes are."""
-        return view_of(self.memory, 0, spec)
+    def come(self) -> bool:
+        """Set up the pages; False where the file has none behind some of them, or they cannot be read."""
+        address, nbytes = self._pages
+        done = _LIBRARY.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), MADV_POPULATE_READ) == 0
+        return done or ctypes.get_errno() == _EINVAL
 
-    def as_rows(self, spec: StoredSpec) -> torch.Tensor:
-        """The rows of a stored tensor [O, I] that the bytes are."""
-        return self.memory.view(to_torch(spec.dtype)).view(-1, *spec.shape[1:])
+    def go(self) -> None:
+        """Take the pages away again, and with them what counts as this process's memory."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            address, nbytes = self._pages
+            _LIBRARY.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
+
+    @cached_property
+    def _pages(self) -> tuple[int, int]:
+        """Where the pages begin that any of the bytes is in, and how many bytes they are."""
+        begin = self.memory.data_ptr()
+        start = begin // mmap.PAGESIZE * mmap.PAGESIZE
+        return start, -(-(begin + self.memory.numel() - start) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def view_cached(
-    descriptor: int, offset: int, nbytes: int, *, before: Callable[[], None] = lambda: None
-) -> torch.Tensor | None:
-    """uint8 [nbytes], a map of a file from `offset` on; None where the page cache has not all of it, or it cannot be
-    mapped. `before` is called right before there are pages of it: to give others back, so that both count once."""
-    if nbytes == 0 or not is_cached(descriptor, offset, nbytes):
-        return None
-    before()
+class FileViews:
+    """The views of one unit: those of each of its stored tensors, in the order of its rows."""
+
+    def __init__(self, of: Mapping[str, Sequence[FileView]], storage: Mapping[str, StoredSpec]) -> None:
+        """`storage`: of the tensors; only a wide weight, which is a unit's only tensor, lies in several runs."""
+        self.of = of
+        self.all = tuple(view for several in of.values() for view in several)
+        self.nbytes = sum(view.memory.numel() for view in self.all)
+        self.stored = {
+            name: view_of(views[0].memory, 0, storage[name]) for name, views in of.items() if len(views) == 1
+        }
+        apart = [name for name, views in of.items() if len(views) > 1]
+        self.parts = RowParts([_rows(view.memory, storage[apart[0]]) for view in of[apart[0]]]) if apart else None
+        self._checks = tuple({view.file: view.check for view in reversed(self.all)}.values())
+
+    def check(self) -> None:
+        """Raise where a file is not what it was: once for each."""
+        for check in self._checks:
+            check()
+
+    def go(self) -> None:
+        """Take the pages away."""
+        for view in self.all:
+            view.go()
+
+
+def _rows(memory: torch.Tensor, spec: StoredSpec) -> torch.Tensor:
+    """The rows of a stored tensor [O, I] that lie there."""
+    return memory.view(to_torch(spec.dtype)).view(-1, *spec.shape[1:])
+
+
+def map_run(descriptor: int, offset: int, nbytes: int) -> torch.Tensor | None:
+    """uint8 [nbytes], a map of a file from `offset` on, that has no pages yet; None where it cannot be mapped."""
     start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     try:
         memory = private_map(descriptor, offset + nbytes - start, offset=start)
     except (OSError, ValueError):  # what the map would not take, a read says in its own words
         return None
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    return whole[offset - start :] if _populate(whole) else None
+    return torch.frombuffer(memory, dtype=torch.uint8)[offset - start :]
 
 
-def _populate(memory: torch.Tensor) -> bool:
-    """Set up the pages of a map; False where its file has none behind some of them, or they cannot be read."""
-    address, nbytes = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel())
-    return _LIBRARY.madvise(address, nbytes, MADV_POPULATE_READ) == 0 or ctypes.get_errno() == _EINVAL
+def view_cached(
+    descriptor: int, view: Callable[[], FileView | None], offset: int, nbytes: int, *, before: Callable[[], None]
+) -> FileView | None:
+    """The view of a run of a file with its pages; None where the page cache has not all of it, or there is no view.
+    `before` is called right before there are pages of it: to give others back, so that both count once."""
+    if nbytes == 0 or not is_cached(descriptor, offset, nbytes):
+        return None
+    before()
+    found = view()
+    return found if found is not None and found.come() else None
 
 
 def give_pages_back(memory: torch.Tensor) -> None:

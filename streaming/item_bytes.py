@@ -7,6 +7,7 @@ import errno
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -15,7 +16,7 @@ from streaming.dummy_pattern import fill_patterns
 from streaming.errors import LayerLoadError, StreamClosedError
 from streaming.file_ranges import FileRanges, open_ranges
 from streaming.file_runs import FileRun
-from streaming.file_views import FileView, view_cached
+from streaming.file_views import FileView, map_run, view_cached
 from streaming.load_plan import LoadItem
 from streaming.open_files import CHANGED, FileState, OpenFiles
 from streaming.page_cache import O_DIRECT, drop, is_cached
@@ -39,6 +40,8 @@ class ItemBytes:
         `past`: the same, to be read past the page cache."""
         self._numbers, self._files, self._past = numbers, files, past
         self._ranges: dict[WeightFile, FileRanges] = {}
+        self._maps: dict[int, torch.Tensor] = {}  # of whole files, that runs are used in
+        self._views: dict[FileRun, FileView] = {}
         self._lock, self._closed = threading.Lock(), False
 
     def read(self, item: LoadItem, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -132,24 +135,26 @@ class ItemBytes:
         if self._files is None:
             return None
         files, number = self._files, self._numbers[run.file]
-
-        def check() -> None:
-            try:
-                files.take(number)
-            except OSError as error:
-                if error.errno == errno.ECANCELED:
-                    return  # the model is closed
-                raise _failure(item, error.errno or 0) from error
-            if files.give_back(number, pieces=0):
-                raise _failure(item, _FAULTS[CHANGED])
-
         try:
             descriptor = files.take(number)
         except OSError:
             return None
-        memory = view_cached(descriptor, run.offset, run.nbytes, before=before)
-        changed = files.give_back(number, pieces=0)
-        return None if memory is None or changed else FileView(memory, check)
+        made = partial(self._view_of, files, item, run, number, descriptor)
+        found = view_cached(descriptor, made, run.offset, run.nbytes, before=before)
+        return None if files.give_back(number, pieces=0) else found
+
+    def _view_of(self, files: OpenFiles, item: LoadItem, run: FileRun, number: int, descriptor: int) -> FileView | None:
+        """The run's view: one for all times, in the file's one map."""
+        with self._lock:
+            if run not in self._views:
+                if number not in self._maps:
+                    memory = map_run(descriptor, 0, files.nbytes(number))
+                    if memory is None:
+                        return None
+                    self._maps[number] = memory
+                memory = self._maps[number][run.offset : run.offset + run.nbytes]
+                self._views[run] = FileView(memory, number, partial(_check_file, files, number, item))
+            return self._views[run]
 
     def cancel(self) -> None:
         """Make whoever reads in another thread leave soon."""
@@ -164,6 +169,8 @@ class ItemBytes:
         self.cancel()
         for one in self._ranges.values():
             one.close()
+        self._views.clear()
+        self._maps.clear()
         if self._files is not None:
             self._files.close()
         if self._past is not None:
@@ -190,6 +197,18 @@ def open_item_bytes(
     paths = [str(file) for file in uses]
     past = PastCache(OpenFiles(paths, known, left, flags=O_DIRECT)) if again and O_DIRECT else None
     return ItemBytes(numbers, OpenFiles(paths, known, left, exactly=again), past=past)
+
+
+def _check_file(files: OpenFiles, number: int, item: LoadItem) -> None:
+    """Raise LayerLoadError where a file is not what it was; nothing once it is closed: nobody computes any more."""
+    try:
+        files.take(number)
+    except OSError as error:
+        if error.errno == errno.ECANCELED:
+            return
+        raise _failure(item, error.errno or 0) from error
+    if files.give_back(number, pieces=0):
+        raise _failure(item, _FAULTS[CHANGED])
 
 
 def _memory_of(item: LoadItem, into: torch.Tensor | None) -> torch.Tensor:

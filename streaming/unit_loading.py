@@ -22,7 +22,8 @@ from layers.topology import Topology
 from layers.weights import LayerSpec
 from streaming.accounts import Accounts
 from streaming.device import Device
-from streaming.file_views import FileView
+from streaming.file_runs import FileRun
+from streaming.file_views import FileView, FileViews
 from streaming.item_bytes import ItemBytes
 from streaming.item_storing import ItemStoring, at_stage, wide_numbers
 from streaming.item_words import log_item
@@ -90,6 +91,7 @@ class UnitLoading:
         self._accounts: dict[str, Accounts] = {}  # of units that come for the first time
         self._seen: set[str] = set()  # units that have come whole
         self._kept: set[str] = set()  # and of which the stored form is on disk
+        self._viewed: dict[str, FileViews] = {}  # as they were when the unit came the last time
 
     @property
     def copies(self) -> bool:
@@ -99,12 +101,17 @@ class UnitLoading:
 
     def begin(self, unit: Unit) -> None:
         """The unit is about to be loaded, from its first item on: what an earlier load had of it was given up."""
-        with self._noting:
-            self._accounts.pop(unit.name, None)
+        if self._accounts:
+            with self._noting:
+                self._accounts.pop(unit.name, None)
+
+    def was_viewed(self, unit: Unit) -> bool:
+        """Whether all of the unit was used where it lies in its files when it came the last time."""
+        return unit.name in self._viewed
 
     def jobs(self, unit: Unit, place: Place) -> list[tuple[LoadItem, ...]]:
         """What `load` is given of a unit, each from any thread: item by item where it is read."""
-        if len(unit.items) == 1 or not unit.is_straight or self._is_cached(unit, place):
+        if len(unit.items) == 1 or not unit.is_straight or self.was_viewed(unit) or self._is_cached(unit, place):
             return [unit.items]
         return [(item,) for item in unit.items]
 
@@ -175,22 +182,35 @@ class UnitLoading:
 
     def _view(self, unit: Unit, place: Place) -> frozenset[str]:
         """Use the stored tensors where they lie in the page cache, those of which it has all: which these are."""
-        begin_s, found = time.monotonic(), dict[str, list[FileView]]()
+        begin_s = time.monotonic()
         self.residency.mark(unit.layer, "read")
-        for name, runs in unit.file_runs.items():
-            views = [self.items.view(unit.first_of(run), run, before=place.spare) for run in runs]
-            if None not in views:
-                found[name] = [view for view in views if view is not None]
-        self._take_views(unit, place, found, begin_s)
+        all_runs = unit.file_runs.items()
+        found = {name: views for name, runs in all_runs if (views := self._views_of(unit, runs, place))}
+        last = self._viewed.pop(unit.name, None)
+        if found:
+            whole = last if last is not None and last.of == found else FileViews(found, unit.storage)
+            if len(found) == len(unit.storage):
+                self._viewed[unit.name] = whole
+            self._take_views(unit, place, whole, begin_s)
         return frozenset(found)
 
-    def _take_views(self, unit: Unit, place: Place, views: Mapping[str, Sequence[FileView]], begin_s: float) -> None:
-        place.take_views(views, unit.storage)
-        nbytes = sum(view.memory.numel() for several in views.values() for view in several)
-        if nbytes:
-            self._rate(nbytes, is_copied=False)
-            self.tracer.add("map", unit.name, start_s=begin_s, end_s=time.monotonic(), layer=unit.layer,
-                            args={"nbytes": nbytes})  # fmt: skip
+    def _views_of(self, unit: Unit, runs: Sequence[FileRun], place: Place) -> tuple[FileView, ...]:
+        """The views of all these runs; () where any is not to be had."""
+        views: list[FileView] = []
+        for run in runs:
+            view = self.items.view(unit.first_of(run), run, before=place.spare)
+            if view is None:
+                for other in views:
+                    other.go()
+                return ()
+            views.append(view)
+        return tuple(views)
+
+    def _take_views(self, unit: Unit, place: Place, views: FileViews, begin_s: float) -> None:
+        place.take_views(views)
+        self._rate(views.nbytes, is_copied=False)
+        self.tracer.add("map", unit.name, start_s=begin_s, end_s=time.monotonic(), layer=unit.layer,
+                        args={"nbytes": views.nbytes})  # fmt: skip
 
     def _rate(self, nbytes: int, *, is_copied: bool) -> None:
         weight = min(1.0, nbytes / RATED_NBYTES)
@@ -212,7 +232,8 @@ class UnitLoading:
         self.residency.mark(unit.layer, "read")
         begin_s = time.monotonic()
         if self.maps and place.passes and (views := self.forms.view(unit.name, tensors, before=place.spare)):
-            self._take_views(unit, place, {name: [view] for name, view in views.items()}, begin_s)
+            of = {name: (view,) for name, view in views.items()}
+            self._take_views(unit, place, FileViews(of, unit.storage), begin_s)
             self._kept.add(unit.name)
             return True
         if not self.forms.load(unit.name, tensors, past=self.drop_behind):

@@ -25,8 +25,9 @@ done behind each copy, on the device: the host and the disk keep what was stored
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +36,7 @@ from quant.post_processing import process
 from quant.row_parts import RowParts
 from quant.scheme import StoredSpec
 from streaming.device import CudaDevice, own_memory, view_of
-from streaming.file_views import FileView, give_pages_back
+from streaming.file_views import FileViews, give_pages_back
 from streaming.host_tier import HostTier, Landing
 from streaming.post_processing import PostProcessing
 from streaming.read_plan import aligned
@@ -53,15 +54,25 @@ class Place:
     come into first; None where that is the same, or where it is made on the device and not kept."""
 
     memory: torch.Tensor
-    stored: Stored
+    storage: Mapping[str, StoredSpec]
     landing: Landing | None = None
     behind: Any = None  # the moment that whoever writes there waits for
     is_made: bool = False  # on the device, of its items
     passes: bool = False  # through the ring: nothing of it stays
-    views: tuple[FileView, ...] = ()  # of the stored tensors that are used where they lie in their file
-    parts: RowParts | None = None  # a wide weight that lies in several places of it: then `stored` holds nothing
+    views: FileViews | None = None  # of the stored tensors that are used where they lie in their file
     moment: Any = None  # that products wait for
     issued_s: float = 0.0  # when the copy was
+    is_spared: bool = False
+
+    @cached_property
+    def stored(self) -> Stored:
+        """What products read."""
+        return stored_views(self.memory, self.storage)
+
+    @property
+    def parts(self) -> RowParts | None:
+        """A wide weight that lies in several places of its file: then `stored` holds nothing."""
+        return None if self.views is None else self.views.parts
 
     @property
     def landed(self) -> Stored:
@@ -76,26 +87,23 @@ class Place:
     def spare(self) -> None:
         """Give back, as long as maps are used in its place, the memory that was set aside for the unit: both count
         once."""
-        give_pages_back(self.memory)
+        if not self.is_spared:
+            self.is_spared = True
+            give_pages_back(self.memory)
 
-    def take_views(self, views: Mapping[str, Sequence[FileView]], storage: Mapping[str, StoredSpec]) -> None:
+    def take_views(self, views: FileViews) -> None:
         """Use these stored tensors where they lie."""
-        self.views = tuple(view for several in views.values() for view in several)
-        whole = {name: found[0].as_stored(storage[name]) for name, found in views.items() if len(found) == 1}
-        self.stored = {**self.stored, **whole}
-        apart = [name for name, found in views.items() if len(found) > 1]
-        if apart:
-            (name,) = apart  # wide: its only stored tensor
-            self.stored = {}
-            self.parts = RowParts([view.as_rows(storage[name]) for view in views[name]])
+        self.views = views
+        if len(views.of) == len(self.storage):
+            self.stored = views.stored
+        else:
+            self.stored = {**self.stored, **views.stored}
 
     def let_go(self) -> None:
-        """Of maps, before the unit's room is given to another one: also in the hands of who has just used them."""
-        if isinstance(self.stored, dict):
-            self.stored.clear()
-        if self.parts is not None:
-            self.parts.let_go()
-        self.views, self.parts = (), None
+        """Of the pages of maps, before the unit's room is given to another one."""
+        if self.views is not None:
+            self.views.go()
+            self.views = None
 
     @property
     def is_filled(self) -> bool:
@@ -176,7 +184,7 @@ class CpuUnits:
         return True
 
     def place(self, unit: Unit, memory: torch.Tensor) -> Place:
-        return Place(memory, stored_views(memory, unit.storage))
+        return Place(memory, unit.storage)
 
     def arrive(self, unit: Unit, place: Place) -> None:
         """It is there."""
@@ -188,8 +196,8 @@ class CpuUnits:
         """There is no landing."""
 
     def lease(self, place: Place) -> None:
-        for check in {view.check for view in place.views}:  # tensors of one unit may have one
-            check()
+        if place.views is not None:
+            place.views.check()
 
     def used(self) -> None:
         """A product is done when its call returns."""
@@ -233,7 +241,7 @@ class GpuUnits:
 
     def place(self, unit: Unit, memory: torch.Tensor) -> Place:
         landing = self._tier.place(unit, stored_views) if self._lands(unit) else None
-        return Place(memory, stored_views(memory, unit.storage), landing, self._used)
+        return Place(memory, unit.storage, landing, self._used)
 
     def _lands(self, unit: Unit) -> bool:
         """Whether the unit is ever on the host in its stored form."""

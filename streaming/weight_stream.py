@@ -41,6 +41,11 @@ class _Entry:
     may_be_made: bool  # on this machine's processors, where its stored form is not found
     users: int = 0  # the forward thread, and whoever writes it to the stored cache
     is_dropped: bool = False
+    is_leaving: bool = False  # a thread gives its pages back
+
+
+Job = tuple[_Entry, tuple[LoadItem, ...] | None]
+"""A unit, and items of it to load; None: its pages are to be given back."""
 
 
 @dataclass
@@ -77,11 +82,13 @@ class WeightStream:
         self._ring = Ring(self.plan.ring_nbytes)
         self._live: dict[str, _Entry] = {}  # in the ring, or on its way: in the order in which they were begun
         self._own: dict[str, _Entry] = {}  # those that have come to stay
+        self._leaving: deque[_Entry] = deque()  # used where they lie in files: their pages go before their room
         self._next = self._making = 0
         self._users: dict[str, int] = {}  # of units that the modules have
         self._workers = Workers(self.residency)
         self._changed = self._workers.changed
         self._is_paused = False
+        self._waiting = 0  # threads that wait for a unit or for memory, and are none of the workers
 
     # --- the forward's side
 
@@ -89,15 +96,13 @@ class WeightStream:
         """The stream as one step of the forward pass is given it; `stop` raises to cancel."""
         return StepWeights(self, stop)
 
-    @contextmanager
-    def lease(self, param: str, *, stop: Callable[[], None]) -> Iterator[Stored | RowParts | None]:
+    def lease(self, param: str, *, stop: Callable[[], None]) -> AbstractContextManager[Stored | RowParts | None]:
         """The stored tensors of a parameter, or the parts that it is in, for the length of the block; None where the
         module has them.
 
         Raises what ended the stream, and what `stop` raises.
         """
-        with self.lease_unit(self._of_param.get((param, 0)), stop=stop) as stored:
-            yield stored
+        return self.lease_unit(self._of_param.get((param, 0)), stop=stop)
 
     @contextmanager
     def lease_rows(self, param: str, start: int, *, stop: Callable[[], None]) -> Iterator[Stored | None]:
@@ -134,7 +139,6 @@ class WeightStream:
             else:
                 self.counts.streamed += 1
                 self.counts.streamed_nbytes += unit.nbytes
-            self._changed.notify_all()
             return entry
 
     def _sought(self, unit: Unit) -> _Entry:
@@ -153,8 +157,10 @@ class WeightStream:
             if entry is not None and wanted:
                 return entry
             self._next = self._index[unit.name]
-            if not self._begin():
-                self._changed.wait()
+            if self._begin():
+                self._wake()
+            else:
+                self._wait()
 
     def _drop(self, entry: _Entry) -> None:
         if entry.users or entry.offset is None or entry.is_dropped:
@@ -171,13 +177,44 @@ class WeightStream:
             self._free(entry)
 
     def _free(self, entry: _Entry) -> None:
-        assert entry.offset is not None
+        if entry.is_leaving:
+            return
         self.residency.withdraw_unit(entry.unit.name)
         self.memory.leave(entry.place)
-        entry.place.let_go()
+        if entry.place.views:  # a worker's: it takes the system as long as a small product takes
+            entry.is_leaving = True
+            self._leaving.append(entry)
+        else:
+            self._give_room(entry)
+        self._wake()
+
+    def _give_room(self, entry: _Entry) -> None:
+        assert entry.offset is not None
         del self._live[entry.unit.name]
         self._ring.free(entry.offset)
-        self._changed.notify_all()
+
+    def _wake(self) -> None:
+        """One worker finds something to do; who waits for memory looks as well."""
+        if self._waiting:
+            self._changed.notify_all()
+        else:
+            self._changed.notify()
+
+    def _tell(self) -> None:
+        """There is nothing to do for a worker."""
+        if self._waiting:
+            self._changed.notify_all()
+
+    def _wait(self, done: Callable[[], bool] | None = None) -> None:
+        """For any change, or until something is so or the threads have been stopped; not a worker's."""
+        self._waiting += 1
+        try:
+            if done is None:
+                self._changed.wait()
+            else:
+                self._changed.wait_for(lambda: self._workers.stopped or done())
+        finally:
+            self._waiting -= 1
 
     def _release(self, unit: Unit, entry: _Entry | None) -> None:
         with self._changed:
@@ -191,7 +228,7 @@ class WeightStream:
                     entry.left -= len(entry.todo)  # where the wait for it was given up
                     entry.todo.clear()
                     self._free_dropped(entry)
-            self._changed.notify_all()
+            self._tell()
 
     # --- who stays
 
@@ -215,7 +252,7 @@ class WeightStream:
                 self._replace_ring(plan.ring_nbytes)
             self.plan = plan if plan.ring_nbytes else replace(plan, ring_nbytes=self.plan.ring_nbytes)
             going = [unit for unit in self.units if unit.name not in plan.kept]
-            self._changed.wait_for(lambda: self._workers.stopped or all(self._evict(unit) for unit in going))
+            self._wait(lambda: all(self._evict(unit) for unit in going))
             self._raise_if_ended()
             self.memory.change(self.plan)
             self._changed.notify_all()
@@ -225,7 +262,7 @@ class WeightStream:
         self._is_paused = True
         try:
             places = [entry.place for entry in self._live.values() if entry.offset is not None]
-            self._changed.wait_for(lambda: self._workers.stopped or self._is_ring_empty())
+            self._wait(self._is_ring_empty)
             self._raise_if_ended()
             for place in places:
                 self.memory.give_back(place)
@@ -288,10 +325,11 @@ class WeightStream:
         self.memory.close()
         self._live.clear()
         self._own.clear()
+        self._leaving.clear()
         self._memory = own_memory(0)
 
-    def _take(self) -> tuple[_Entry, tuple[LoadItem, ...]] | None:
-        """The next items to load, and of which unit; None at the end."""
+    def _take(self) -> Job | None:
+        """What is to be done next; None at the end."""
         with self._changed:
             while not self._workers.stopped:
                 if (job := self._next_job()) is not None:
@@ -300,7 +338,9 @@ class WeightStream:
                     self._changed.wait()
             return None
 
-    def _next_job(self) -> tuple[_Entry, tuple[LoadItem, ...]] | None:
+    def _next_job(self) -> Job | None:
+        if self._leaving:
+            return self._leaving.popleft(), None
         for entry in self._live.values():
             if entry.todo and (not entry.may_be_made or self._making < MAKING_THREADS):
                 self._making += entry.may_be_made
@@ -325,7 +365,8 @@ class WeightStream:
         todo = deque((unit.items,) if place.is_filled else self.loading.jobs(unit, place))
         self._live[unit.name] = _Entry(unit, place, offset, todo, len(todo), not (unit.is_straight or place.is_filled))
         self._next = self._index[unit.name] + 1
-        self._changed.notify_all()
+        if not self.loading.was_viewed(unit):  # else it takes no time: another worker would only be in the way
+            self._wake()
         return True
 
     def _upcoming(self) -> Unit | None:
@@ -339,7 +380,21 @@ class WeightStream:
                 return unit
         return None
 
-    def _carry_out(self, entry: _Entry, items: tuple[LoadItem, ...]) -> None:
+    def _carry_out(self, entry: _Entry, items: tuple[LoadItem, ...] | None) -> None:
+        if items is None:
+            self._let_go(entry)
+        else:
+            self._load(entry, items)
+
+    def _let_go(self, entry: _Entry) -> None:
+        try:
+            entry.place.let_go()
+        finally:
+            with self._changed:
+                self._give_room(entry)
+                self._tell()  # this worker looks for what may come into the room itself
+
+    def _load(self, entry: _Entry, items: tuple[LoadItem, ...]) -> None:
         try:
             self.loading.load(entry.unit, items, entry.place)
         finally:
@@ -350,7 +405,9 @@ class WeightStream:
                 entry.users += is_whole  # until it is written to the stored cache, where it is
                 if entry.is_dropped:
                     self._free_dropped(entry)
-                self._changed.notify_all()
+                if entry.may_be_made:
+                    self._wake()
+                self._tell()
         if is_whole:
             self._finish(entry)
 
@@ -370,7 +427,7 @@ class WeightStream:
                 entry.users -= 1
                 if not entry.users and entry.is_dropped:
                     self._free_dropped(entry)
-                self._changed.notify_all()
+                self._tell()
 
     def _raise_if_ended(self) -> None:
         if self.residency.error is not None:

@@ -183,7 +183,7 @@ class StoredCache:
         """The unit's tensors, of these names, dtypes and shapes, where they lie in the system's page cache; None where
         they are not there whole, or were not loaded and verified since the file was what it is now. `before`: see
         `view_cached`."""
-        from streaming.file_views import FileView, view_cached
+        from streaming.file_views import FileView, map_run, view_cached
 
         with self._using() as model:
             with self._changed:
@@ -194,14 +194,20 @@ class StoredCache:
                 state = self._look(model)
                 if self._verified.get(found) != state:
                     return None
-                memory = view_cached(model.data, found.start, found.stop - found.start, before=before)
-                if memory is None or self._look(model) != state:
+                nbytes = found.stop - found.start
+                memory = map_run(model.data, found.start, nbytes)
+                if memory is None:
+                    return None
+                parts = {one.name: memory[one.offset - found.start :][: one.nbytes] for one in found.tensors}
+                check = partial(self._check_view, found, tuple(parts[one.name] for one in found.tensors), state)
+                whole = FileView(memory, self.file, check)
+                if not view_cached(model.data, lambda: whole, found.start, nbytes, before=before):
+                    return None
+                if self._look(model) != state:
                     return None
             except OSError:
                 return None
-        parts = {one.name: memory[one.offset - found.start :][: one.nbytes] for one in found.tensors}
-        check = partial(self._check_view, found, tuple(parts[one.name] for one in found.tensors), state)
-        return {name: FileView(part, check) for name, part in parts.items()}
+        return {name: FileView(part, self.file, check) for name, part in parts.items()}
 
     def _check_view(self, unit: CachedUnit, parts: tuple[torch.Tensor, ...], state: DataState) -> None:
         """Raise CheckpointError where the file has changed meanwhile, and the unit with it."""
