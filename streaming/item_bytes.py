@@ -16,7 +16,7 @@ from streaming.dummy_pattern import fill_patterns
 from streaming.errors import LayerLoadError, StreamClosedError
 from streaming.file_ranges import FileRanges, open_ranges
 from streaming.file_runs import FileRun
-from streaming.file_views import FileView, map_run, view_cached
+from streaming.file_views import Came, FileView, map_run, view_run
 from streaming.load_plan import LoadItem
 from streaming.open_files import CHANGED, FileState, OpenFiles
 from streaming.page_cache import O_DIRECT, drop, is_cached
@@ -129,9 +129,9 @@ class ItemBytes:
         finally:
             self._files.give_back(number, pieces=0)
 
-    def view(self, item: LoadItem, run: FileRun, *, before: Callable[[], None]) -> FileView | None:
+    def view(self, item: LoadItem, run: FileRun, *, before: Callable[[], None], reads: bool = False) -> Came | None:
         """A run of a local file where it lies in the page cache; None where it is not there whole, or the file is not
-        what it was. `item`: the first of the run, which errors name; `before`: see `view_cached`."""
+        what it was. `item`: the first of the run, which errors name; `before`, `reads`: see `view_run`."""
         if self._files is None:
             return None
         files, number = self._files, self._numbers[run.file]
@@ -140,7 +140,7 @@ class ItemBytes:
         except OSError:
             return None
         made = partial(self._view_of, files, item, run, number, descriptor)
-        found = view_cached(descriptor, made, run.offset, run.nbytes, before=before)
+        found = view_run(descriptor, made, run.offset, run.nbytes, before=before, reads=reads)
         return None if files.give_back(number, pieces=0) else found
 
     def _view_of(self, files: OpenFiles, item: LoadItem, run: FileRun, number: int, descriptor: int) -> FileView | None:

@@ -23,7 +23,7 @@ from layers.weights import LayerSpec
 from streaming.accounts import Accounts
 from streaming.device import Device
 from streaming.file_runs import FileRun
-from streaming.file_views import FileView, FileViews
+from streaming.file_views import Came, FileView, FileViews
 from streaming.item_bytes import ItemBytes
 from streaming.item_storing import ItemStoring, at_stage, wide_numbers
 from streaming.item_words import log_item
@@ -106,12 +106,12 @@ class UnitLoading:
                 self._accounts.pop(unit.name, None)
 
     def was_viewed(self, unit: Unit) -> bool:
-        """Whether all of the unit was used where it lies in its files when it came the last time."""
+        """Whether all of the unit was used where it lies in the page cache when it came the last time."""
         return unit.name in self._viewed
 
     def jobs(self, unit: Unit, place: Place) -> list[tuple[LoadItem, ...]]:
         """What `load` is given of a unit, each from any thread: item by item where it is read."""
-        if len(unit.items) == 1 or not unit.is_straight or self.was_viewed(unit) or self._is_cached(unit, place):
+        if len(unit.items) == 1 or not unit.is_straight or self._comes_whole(unit, place):
             return [unit.items]
         return [(item,) for item in unit.items]
 
@@ -175,42 +175,48 @@ class UnitLoading:
     def _may_be_viewed(self, unit: Unit, place: Place) -> bool:
         return self.maps and place.passes and bool(unit.file_runs)
 
-    def _is_cached(self, unit: Unit, place: Place) -> bool:
-        """Whether all that may be viewed is in the page cache."""
-        runs = [run for several in unit.file_runs.values() for run in several]
-        return self._may_be_viewed(unit, place) and all(self.items.is_cached(run) for run in runs)
+    def _comes_whole(self, unit: Unit, place: Place) -> bool:
+        """Whether all that may be viewed is in the page cache, or comes there."""
+        if not self._may_be_viewed(unit, place):
+            return False
+        runs = (run for several in unit.file_runs.values() for run in several)
+        return not self.drop_behind or self.was_viewed(unit) or all(self.items.is_cached(run) for run in runs)
 
     def _view(self, unit: Unit, place: Place) -> frozenset[str]:
         """Use the stored tensors where they lie in the page cache, those of which it has all: which these are."""
         begin_s = time.monotonic()
         self.residency.mark(unit.layer, "read")
         all_runs = unit.file_runs.items()
-        found = {name: views for name, runs in all_runs if (views := self._views_of(unit, runs, place))}
+        found = {name: came for name, runs in all_runs if (came := self._come(unit, runs, place))}
         last = self._viewed.pop(unit.name, None)
         if found:
-            whole = last if last is not None and last.of == found else FileViews(found, unit.storage)
-            if len(found) == len(unit.storage):
-                self._viewed[unit.name] = whole
-            self._take_views(unit, place, whole, begin_s)
+            of = {name: tuple(one.view for one in came) for name, came in found.items()}
+            views = last if last is not None and last.of == of else FileViews(of, unit.storage)
+            was_cached = all(one.was_cached for came in found.values() for one in came)
+            if was_cached and len(found) == len(unit.storage):
+                self._viewed[unit.name] = views
+            self._take_views(unit, place, views, begin_s, was_cached=was_cached)
         return frozenset(found)
 
-    def _views_of(self, unit: Unit, runs: Sequence[FileRun], place: Place) -> tuple[FileView, ...]:
+    def _come(self, unit: Unit, runs: Sequence[FileRun], place: Place) -> tuple[Came, ...]:
         """The views of all these runs; () where any is not to be had."""
-        views: list[FileView] = []
+        found: list[Came] = []
         for run in runs:
-            view = self.items.view(unit.first_of(run), run, before=place.spare)
-            if view is None:
-                for other in views:
-                    other.go()
+            came = self.items.view(unit.first_of(run), run, before=place.spare, reads=not self.drop_behind)
+            if came is None:
+                for other in found:
+                    other.view.go()
                 return ()
-            views.append(view)
-        return tuple(views)
+            found.append(came)
+        return tuple(found)
 
-    def _take_views(self, unit: Unit, place: Place, views: FileViews, begin_s: float) -> None:
+    def _take_views(
+        self, unit: Unit, place: Place, views: FileViews, begin_s: float, *, was_cached: bool = True
+    ) -> None:
         place.take_views(views)
         self._rate(views.nbytes, is_copied=False)
-        self.tracer.add("map", unit.name, start_s=begin_s, end_s=time.monotonic(), layer=unit.layer,
-                        args={"nbytes": views.nbytes})  # fmt: skip
+        self.tracer.add("map" if was_cached else "read", unit.name, start_s=begin_s, end_s=time.monotonic(),
+                        layer=unit.layer, args={"nbytes": views.nbytes})  # fmt: skip
 
     def _rate(self, nbytes: int, *, is_copied: bool) -> None:
         weight = min(1.0, nbytes / RATED_NBYTES)

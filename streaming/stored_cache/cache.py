@@ -182,8 +182,8 @@ class StoredCache:
     ) -> dict[str, FileView] | None:
         """The unit's tensors, of these names, dtypes and shapes, where they lie in the system's page cache; None where
         they are not there whole, or were not loaded and verified since the file was what it is now. `before`: see
-        `view_cached`."""
-        from streaming.file_views import FileView, map_run, view_cached
+        `view_run`."""
+        from streaming.file_views import FileView, map_run, view_run
 
         with self._using() as model:
             with self._changed:
@@ -201,7 +201,7 @@ class StoredCache:
                 parts = {one.name: memory[one.offset - found.start :][: one.nbytes] for one in found.tensors}
                 check = partial(self._check_view, found, tuple(parts[one.name] for one in found.tensors), state)
                 whole = FileView(memory, self.file, check)
-                if not view_cached(model.data, lambda: whole, found.start, nbytes, before=before):
+                if not view_run(model.data, lambda: whole, found.start, nbytes, before=before):
                     return None
                 if self._look(model) != state:
                     return None

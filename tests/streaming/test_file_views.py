@@ -8,7 +8,6 @@ import mmap
 import os
 import random
 import shutil
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from layers.sampling_params import SamplingParams
 from quant.row_parts import RowParts
 from streaming import LLM, LayerLoadError
 from streaming.device import own_memory
-from streaming.file_views import give_pages_back, view_cached
+from streaming.file_views import FileView, FileViews, give_pages_back, map_run, view_run
 from streaming.page_cache import is_cached
 from streaming.weight_stream import WeightStream
 from tests.layers.tiny import some_ids
@@ -50,31 +49,75 @@ def file(tmp_path: Path) -> Iterator[int]:
 # --- views
 
 
+def view_of_run(descriptor: int, offset: int, nbytes: int, *, reads: bool = False) -> FileView | None:
+    def made() -> FileView | None:
+        memory = map_run(descriptor, offset, nbytes)
+        return None if memory is None else FileView(memory, descriptor, lambda: None)
+
+    came = view_run(descriptor, made, offset, nbytes, before=lambda: None, reads=reads)
+    return None if came is None else came.view
+
+
+def resident_nbytes(path: str) -> int:
+    """Bytes of the maps of a file that have pages in this process."""
+    found = 0
+    with open("/proc/self/smaps", encoding="utf-8") as lines:
+        is_wanted = False
+        for line in lines:
+            if "-" in line.split(" ", 1)[0]:
+                is_wanted = line.rstrip().endswith(path)
+            elif is_wanted and line.startswith("Rss:"):
+                found += int(line.split()[1]) << 10
+    return found
+
+
 def test_any_run_of_a_file_that_is_in_the_cache(file: int) -> None:
     whole, chance, before = os.pread(file, SIZE, 0), random.Random(1), open_descriptors()
     for _ in range(100):
         first, last = sorted(chance.sample(range(SIZE + 1), k=2))
-        view = view_cached(file, first, last - first)
+        view = view_of_run(file, first, last - first)
         assert view is not None
-        assert bytes(view.tolist()) == whole[first:last]
+        assert bytes(view.memory.tolist()) == whole[first:last]
     del view
     gc.collect()
     assert open_descriptors().items() <= before.items()
 
 
 def test_no_view_of_what_is_not_there(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert view_cached(file, SIZE - 10, 11) is None
-    assert view_cached(file, 5, 0) is None
+    assert view_of_run(file, SIZE + mmap.PAGESIZE, 11) is None
+    assert view_of_run(file, 5, 0) is None
     monkeypatch.setattr("streaming.file_views.is_cached", lambda descriptor, offset, nbytes: True)
-    assert view_cached(file, SIZE + mmap.PAGESIZE, 5) is None  # cut behind the look at it
+    assert view_of_run(file, SIZE + mmap.PAGESIZE, 5) is None  # cut behind the look at it
     os.ftruncate(file, mmap.PAGESIZE)
-    assert view_cached(file, 100, SIZE - 100) is None
+    assert view_of_run(file, 100, SIZE - 100) is None
+
+
+def test_what_the_cache_has_not_is_read_where_that_is_wanted(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streaming.file_views.is_cached", lambda descriptor, offset, nbytes: False)
+    assert view_of_run(file, 10, 100) is None
+    view = view_of_run(file, 10, 100, reads=True)
+    assert view is not None
+    assert bytes(view.memory.tolist()) == os.pread(file, 100, 10)
+
+
+def test_pages_go_and_come_again(tmp_path: Path) -> None:
+    path, nbytes = tmp_path / "pages-go-and-come", 8 << 20
+    path.write_bytes(random.Random(0).randbytes(nbytes))
+    with path.open("rb") as opened:
+        view = view_of_run(opened.fileno(), 5000, nbytes - 9000, reads=True)
+        assert view is not None
+        for _ in range(3):
+            assert view.come()
+            assert resident_nbytes(str(path)) >= nbytes - 9000
+            view.go()
+            assert resident_nbytes(str(path)) == 0
+        assert bytes(view.memory[:100].tolist()) == os.pread(opened.fileno(), 100, 5000)  # also without them
 
 
 def test_a_stray_write_does_not_reach_the_file(file: int) -> None:
-    view, before = view_cached(file, 10, 100), os.pread(file, 100, 10)
+    view, before = view_of_run(file, 10, 100), os.pread(file, 100, 10)
     assert view is not None
-    view.fill_(7)
+    view.memory.fill_(7)
     assert os.pread(file, 100, 10) == before
 
 
@@ -174,16 +217,35 @@ def test_projections_that_lie_apart_are_not_joined(folder: Path) -> None:
     }
 
 
-def test_a_map_goes_with_the_lease_whoever_still_has_it_in_hand(folder: Path) -> None:
+def test_pages_go_behind_the_lease_and_come_again_whoever_has_them_in_hand(folder: Path) -> None:
+    """What is mapped all the time counts as memory only while it is used."""
     with LLM(folder, memory=limit_of(folder, 0.0, **LAZY), **LAZY) as llm:
         stream = stream_of(llm)
         llm.logits(IDS)
-        for unit in stream.units[:4]:
-            with stream.lease_unit(unit, stop=lambda: None) as leased:
+        gone: set[str] = set()
+        go = FileViews.go
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FileViews, "go", lambda views: (go(views), gone.add(id(views)))[0])
+            for unit in stream.units[:4]:
+                with stream.lease_unit(unit, stop=lambda: None) as leased:
+                    views = stream._live[unit.name].place.views
+                    assert views is not None
+                    assert id(views) not in gone
+                until(lambda views=views: id(views) in gone)
                 assert leased is not None
-                was = weakref.ref(leased.parts[0] if isinstance(leased, RowParts) else leased["weight"])
-            assert was() is None
-            assert not (leased.parts if isinstance(leased, RowParts) else leased)
+                weight = leased[:] if isinstance(leased, RowParts) else leased["weight"]
+                assert weight.isfinite().all()
+
+
+def test_the_pages_of_a_pass_are_no_more_than_its_room(tiny_folder: Tiny) -> None:
+    folder = tiny_folder(TinyModel(layers=8, hidden_size=512, intermediate_size=2048))
+    with LLM(folder, memory=limit_of(folder, 0.0, **LAZY), **LAZY) as llm:
+        llm.logits(IDS)
+        llm.logits(IDS)
+        plan, files = stream_of(llm).plan, list(folder.glob("*.safetensors"))
+        most = plan.ring_nbytes + len(files) * (4 << 20)  # pages of 2 MiB may hold more than what is used of them
+        assert sum(resident_nbytes(str(file)) for file in files) <= most
+        assert plan.pass_nbytes > 2 * most
 
 
 def test_what_stays_is_in_memory_of_its_own(folder: Path) -> None:
@@ -196,12 +258,15 @@ def test_what_stays_is_in_memory_of_its_own(folder: Path) -> None:
         assert not [unit.name for unit in kept if unit.name in stream._own and stream._own[unit.name].place.views]
 
 
-def test_what_is_not_in_the_cache_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("exceeds", [False, True])
+def test_what_is_not_in_the_cache_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch, exceeds: bool) -> None:
     chance = random.Random(0)
     with LLM(folder, max_model_len=64) as llm:
         expected = answers(llm)
     for module in ("file_views", "item_bytes"):
         monkeypatch.setattr(f"streaming.{module}.is_cached", lambda *run: chance.random() < 0.5 and is_cached(*run))
+    if exceeds:  # what memory there is, so that nothing is read through a map
+        monkeypatch.setattr("streaming.open_stream.exceeds_memory", lambda *_: True)
     with LLM(folder, memory=limit_of(folder, 0.2, **LAZY), **LAZY) as llm:
         for _ in range(4):  # the ring's memory is given back and written to again
             found = answers(llm)
@@ -242,7 +307,7 @@ def test_a_file_that_changes_under_its_maps_ends_the_run_before_they_are_used(
         llm.logits(IDS)
         stream = stream_of(llm)
         first = stream.plan.streamed[0]
-        until(lambda: first.name in stream._live and bool(stream._live[first.name].place.views))
+        until(lambda: first.name in stream._live and stream._live[first.name].place.views is not None)
         for file in own.glob("*.safetensors"):
             change(file)
         changed = r"stage read, tensor model.layers.*model-0000[12].* was changed, or replaced"
