@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -33,14 +33,18 @@ _EINVAL = 22
 _LIBRARY = ctypes.CDLL(None, use_errno=True)
 
 
+Leave = Callable[[], None]
+
+
 @dataclass(frozen=True, eq=False)
 class FileView:
-    """`memory`: uint8 [nbytes], the bytes of `file`, wherever they are: reading them brings their pages back. `check`
-    raises when the file is not what it was: to be called right before the bytes are used."""
+    """`memory`: uint8 [nbytes], the bytes of `file`, wherever they are: reading them brings their pages back. `enter`
+    raises when the file is not what it was: to be called right before the bytes are used; what it gives, if anything,
+    is to be called behind that."""
 
     memory: torch.Tensor
     file: Hashable
-    check: Callable[[], None]
+    enter: Callable[[], Leave | None]
 
     def come(self) -> bool:
         """Set up the pages; False where the file has none behind some of them, or they cannot be read."""
@@ -82,12 +86,15 @@ class FileViews:
         }
         apart = [name for name, views in of.items() if len(views) > 1]
         self.parts = RowParts([_rows(view.memory, storage[apart[0]]) for view in of[apart[0]]]) if apart else None
-        self._checks = tuple({view.file: view.check for view in reversed(self.all)}.values())
+        self._enters = tuple({view.file: view.enter for view in reversed(self.all)}.values())
 
-    def check(self) -> None:
-        """Raise where a file is not what it was: once for each."""
-        for check in self._checks:
-            check()
+    def enter(self) -> Leave:
+        """Begin to use the bytes. Gives what is to be called behind that; raises where a file is not what it was."""
+        with ExitStack() as leaves:
+            for enter in self._enters:
+                if (leave := enter()) is not None:
+                    leaves.callback(leave)
+            return leaves.pop_all().close
 
     def go(self) -> None:
         """Take the pages away."""

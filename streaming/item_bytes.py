@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,9 +13,10 @@ import torch
 from streaming.checkpoint.remote_file import RemoteFile, WeightFile
 from streaming.dummy_pattern import fill_patterns
 from streaming.errors import LayerLoadError, StreamClosedError
+from streaming.file_maps import FileMaps
 from streaming.file_ranges import FileRanges, open_ranges
 from streaming.file_runs import FileRun
-from streaming.file_views import Came, FileView, map_run, view_run
+from streaming.file_views import Came, view_run
 from streaming.load_plan import LoadItem
 from streaming.open_files import CHANGED, FileState, OpenFiles
 from streaming.page_cache import O_DIRECT, drop, is_cached
@@ -34,14 +34,14 @@ class ItemBytes:
     """A file is opened for its first piece and closed behind its last, where each item is read once."""
 
     def __init__(
-        self, numbers: Mapping[WeightFile, int], files: OpenFiles | None, *, past: PastCache | None = None
-    ) -> None:
+        self, numbers: Mapping[WeightFile, int], files: OpenFiles | None, *, past: PastCache | None = None,
+        unleased: bool = False,
+    ) -> None:  # fmt: skip
         """`files`: those of this machine, by their numbers; None where weights are made up, or come from an address.
-        `past`: the same, to be read past the page cache."""
+        `past`: the same, to be read past the page cache. `unleased`: see FileMaps."""
         self._numbers, self._files, self._past = numbers, files, past
         self._ranges: dict[WeightFile, FileRanges] = {}
-        self._maps: dict[int, torch.Tensor] = {}  # of whole files, that runs are used in
-        self._views: dict[FileRun, FileView] = {}
+        self._maps = None if files is None else FileMaps(files, unleased=unleased)
         self._lock, self._closed = threading.Lock(), False
 
     def read(self, item: LoadItem, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -132,29 +132,16 @@ class ItemBytes:
     def view(self, item: LoadItem, run: FileRun, *, before: Callable[[], None], reads: bool = False) -> Came | None:
         """A run of a local file where it lies in the page cache; None where it is not there whole, or the file is not
         what it was. `item`: the first of the run, which errors name; `before`, `reads`: see `view_run`."""
-        if self._files is None:
+        if self._files is None or self._maps is None:
             return None
         files, number = self._files, self._numbers[run.file]
         try:
             descriptor = files.take(number)
         except OSError:
             return None
-        made = partial(self._view_of, files, item, run, number, descriptor)
+        made = partial(self._maps.view, run, number, descriptor, fault=partial(_failure, item))
         found = view_run(descriptor, made, run.offset, run.nbytes, before=before, reads=reads)
         return None if files.give_back(number, pieces=0) else found
-
-    def _view_of(self, files: OpenFiles, item: LoadItem, run: FileRun, number: int, descriptor: int) -> FileView | None:
-        """The run's view: one for all times, in the file's one map."""
-        with self._lock:
-            if run not in self._views:
-                if number not in self._maps:
-                    memory = map_run(descriptor, 0, files.nbytes(number))
-                    if memory is None:
-                        return None
-                    self._maps[number] = memory
-                memory = self._maps[number][run.offset : run.offset + run.nbytes]
-                self._views[run] = FileView(memory, number, partial(_check_file, files, number, item))
-            return self._views[run]
 
     def cancel(self) -> None:
         """Make whoever reads in another thread leave soon."""
@@ -169,8 +156,8 @@ class ItemBytes:
         self.cancel()
         for one in self._ranges.values():
             one.close()
-        self._views.clear()
-        self._maps.clear()
+        if self._maps is not None:
+            self._maps.close()
         if self._files is not None:
             self._files.close()
         if self._past is not None:
@@ -178,11 +165,11 @@ class ItemBytes:
 
 
 def open_item_bytes(
-    items: Sequence[LoadItem], states: Mapping[WeightFile, FileState], *, again: bool = False
+    items: Sequence[LoadItem], states: Mapping[WeightFile, FileState], *, again: bool = False, unleased: bool = False
 ) -> ItemBytes:
     """For these items; `states`: of local files when the load was planned, where that is known. Opens no file.
     `again`: each may be read any number of times, so that files stay open, and nothing is read ahead: what lies behind
-    an item may be another's that nobody wants (measured: an eighth more bytes of the disk).
+    an item may be another's that nobody wants (measured: an eighth more bytes of the disk). `unleased`: see FileMaps.
 
     Raises CheckpointError for one that is gone.
     """
@@ -196,19 +183,7 @@ def open_item_bytes(
     left = [_EVER if again else count for count in uses.values()]
     paths = [str(file) for file in uses]
     past = PastCache(OpenFiles(paths, known, left, flags=O_DIRECT)) if again and O_DIRECT else None
-    return ItemBytes(numbers, OpenFiles(paths, known, left, exactly=again), past=past)
-
-
-def _check_file(files: OpenFiles, number: int, item: LoadItem) -> None:
-    """Raise LayerLoadError where a file is not what it was; nothing once it is closed: nobody computes any more."""
-    try:
-        files.take(number)
-    except OSError as error:
-        if error.errno == errno.ECANCELED:
-            return
-        raise _failure(item, error.errno or 0) from error
-    if files.give_back(number, pieces=0):
-        raise _failure(item, _FAULTS[CHANGED])
+    return ItemBytes(numbers, OpenFiles(paths, known, left, exactly=again), past=past, unleased=unleased)
 
 
 def _memory_of(item: LoadItem, into: torch.Tensor | None) -> torch.Tensor:

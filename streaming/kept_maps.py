@@ -2,8 +2,9 @@
 
 A file may be changed under its map: the new bytes show, and behind a new end an access ends the process (SIGBUS). So
 size, time and identity of each file are compared with what was planned whenever the map is opened and whenever a layer
-(of streamed weights: a unit, see streaming.file_views) is leased: one call of the system per file and layer. What
-remains is a change *within* a step of one layer. Who cannot rule that out uses another strategy: all others copy.
+(of streamed weights: a unit, see streaming.file_maps) is leased: one call of the system per file and layer. What
+remains is a change *within* a step of one layer. Who cannot rule that out uses another strategy: all others copy, or
+use only what the system keeps as it is (streaming.file_leases).
 """
 
 from __future__ import annotations

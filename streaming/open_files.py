@@ -68,6 +68,19 @@ class OpenFiles:
             self._closed = True
             self._close([file for file in self._open if not self._users[file]])
 
+    def fault(self, file: int) -> int | str | None:
+        """What is wrong with the file now: the system's error, or "changed"; None where nothing is, or where all are
+        closed."""
+        try:
+            self.take(file)
+        except OSError as error:
+            return None if error.errno == errno.ECANCELED else error.errno or 0
+        return "changed" if self.give_back(file, pieces=0) else None
+
+    def path(self, file: int) -> str:
+        """Where the file is."""
+        return self._paths[file]
+
     def nbytes(self, file: int) -> int:
         """How large the file was."""
         return self._states[file][2]

@@ -35,11 +35,18 @@ def open_stream(
     """The stream of a plan; nothing is read before it is started. Raises CheckpointError for a file that is gone."""
     items = [item for unit in plan.units for item in unit.items]
     memory = _memory(prepared, plan, device, has_forms=forms is not None, tracer=tracer, warn=hooks.warn)
+    is_lazy, maps = (
+        prepared.reading.strategy == "lazy",
+        prepared.reading.maps_streamed and prepared.options.device == "cpu",
+    )
+    if maps:
+        logger.info("streamed weights are used where they lie in the page cache: %s", prepared.reading.reason)
     loading = UnitLoading(
-        open_item_bytes(items, prepared.checkpoint.states, again=True), device, residency, tracer,
+        open_item_bytes(items, prepared.checkpoint.states, again=True, unleased=is_lazy),
+        device, residency, tracer,
         WeightChecks(norm=prepared.config.norm), hooks.warn,
         check_weights=prepared.options.check_weights, drop_behind=exceeds_memory(plan, available_nbytes()),
-        maps=prepared.reading.strategy == "lazy" and prepared.options.device == "cpu",
+        maps=maps, maps_forms=maps and is_lazy,
         forms=forms, topology=prepared.topology,
     )  # fmt: skip
     return WeightStream(plan, loading, residency, _forgetting(plan, device, shell), memory)

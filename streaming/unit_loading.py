@@ -71,7 +71,8 @@ class StoredForms(Protocol):
 class UnitLoading:
     """Loads units of one model, from any thread. `drop_behind`: what is read is not worth keeping in the page cache,
     since more is read before it is read again than the page cache holds; what was there before stays. `maps`: what
-    passes through, and is in the page cache, is used where it lies."""
+    passes through, and is in the page cache, is used where it lies; `maps_forms`: stored forms in the cache on disk too,
+    whose file no lease keeps whole."""
 
     items: ItemBytes
     device: Device
@@ -82,6 +83,7 @@ class UnitLoading:
     check_weights: bool = False
     drop_behind: bool = False
     maps: bool = False
+    maps_forms: bool = False
     forms: StoredForms | None = None
     topology: Topology = field(default_factory=Topology)
 
@@ -141,8 +143,12 @@ class UnitLoading:
             if unit.name in self._seen:
                 return
             self._seen.add(unit.name)
-            for item in unit.items if unit.is_straight else ():
-                self.checks.add(item, *_numbers_of(item, place))
+            place.enter()
+            try:
+                for item in unit.items if unit.is_straight else ():
+                    self.checks.add(item, *_numbers_of(item, place))
+            finally:
+                place.leave()
             if (accounts := self._accounts.pop(unit.name, None)) is not None:
                 accounts.check()
             with self.device.working():
@@ -237,7 +243,7 @@ class UnitLoading:
             return False
         self.residency.mark(unit.layer, "read")
         begin_s = time.monotonic()
-        if self.maps and place.passes and (views := self.forms.view(unit.name, tensors, before=place.spare)):
+        if self.maps_forms and place.passes and (views := self.forms.view(unit.name, tensors, before=place.spare)):
             of = {name: (view,) for name, view in views.items()}
             self._take_views(unit, place, FileViews(of, unit.storage), begin_s)
             self._kept.add(unit.name)

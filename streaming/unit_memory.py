@@ -63,6 +63,7 @@ class Place:
     moment: Any = None  # that products wait for
     issued_s: float = 0.0  # when the copy was
     is_spared: bool = False
+    leave_views: Callable[[], None] | None = None  # while products read them
 
     @cached_property
     def stored(self) -> Stored:
@@ -99,8 +100,20 @@ class Place:
         else:
             self.stored = {**self.stored, **views.stored}
 
+    def enter(self) -> None:
+        """It is about to be read. Raises LayerLoadError where the bytes are not what they were."""
+        if self.views is not None and self.leave_views is None:
+            self.leave_views = self.views.enter()
+
+    def leave(self) -> None:
+        """Nobody reads it now."""
+        leave, self.leave_views = self.leave_views, None
+        if leave is not None:
+            leave()
+
     def let_go(self) -> None:
         """Of the pages of maps, before the unit's room is given to another one."""
+        self.leave()
         if self.views is not None:
             self.views.go()
             self.views = None
@@ -196,8 +209,7 @@ class CpuUnits:
         """There is no landing."""
 
     def lease(self, place: Place) -> None:
-        if place.views is not None:
-            place.views.check()
+        place.enter()
 
     def used(self) -> None:
         """A product is done when its call returns."""

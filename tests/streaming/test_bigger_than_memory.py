@@ -358,7 +358,8 @@ def test_verify_finds_a_streamed_weight_that_differs(
 
     monkeypatch.setattr(ItemBytes, "read", wrong)
     limit = limit_of(folder, 0.0, max_model_len=64)
-    assert run(["verify", str(folder), "--max-model-len", "64", "--memory", str(limit)]) == 1
+    options = ["--max-model-len", "64", "--memory", str(limit), "--safetensors-load-strategy", "direct"]
+    assert run(["verify", str(folder), *options]) == 1
     assert "model.layers.1.mlp.down_proj.weight: 1 of" in capsys.readouterr().out
 
 

@@ -393,17 +393,17 @@ def test_what_was_verified_is_viewed_where_it_lies(tmp_path: Path, monkeypatch: 
             if views is None:
                 pytest.skip("this file system does not say what is in the page cache")
             for name, tensor in unit_of(seed).items():
-                views[name].check()
+                views[name].enter()
                 assert views[name].memory.data_ptr() % 64 == 0
                 assert bytes(views[name].memory.numpy()) == tensor.contiguous().view(torch.uint8).numpy().tobytes()
         assert cache.view("u1", {"weight": unit_of(1)["weight"]}, before=none) is None  # of another kind
         cache.put("other", unit_of(7))  # which changes the file, and nothing of the unit
-        views["weight"].check()
+        views["weight"].enter()
         assert cache.view("u3", unit_of(3), before=none) is None
         assert loaded(cache, 3)
         assert cache.view("u3", unit_of(3), before=none) is not None
     assert cache.view("u3", unit_of(3), before=none) is None
-    views["weight"].check()  # nobody computes any more
+    views["weight"].enter()  # nobody computes any more
 
 
 @pytest.mark.parametrize("cut", [True, False])
@@ -423,4 +423,4 @@ def test_a_view_whose_bytes_were_changed_is_told(cut: bool, tmp_path: Path, monk
                 file.seek(place.offset + 5)
                 file.write(b"other")
         with pytest.raises(CheckpointError, match=r"was changed by somebody while u1 was used where it lies in it"):
-            views["weight"].check()
+            views["weight"].enter()
