@@ -61,6 +61,11 @@ class FileLeases:
             lease.users += 1
             return True
 
+    def descriptor(self, file: int) -> int | None:
+        """Of the leased file, until the lease is given back; None where nobody is to rely on it any more."""
+        lease = self._leases.get(file)
+        return None if lease is None or lease.is_wanted_back else lease.descriptor
+
     def leave(self, file: int) -> None:
         """The bytes are not used any more; once for each `enter`."""
         with self._lock:

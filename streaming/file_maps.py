@@ -28,12 +28,22 @@ class FileMaps:
         self._were_leased: set[int] = set()
         self._lock = threading.Lock()
 
+    def may_view(self, number: int, descriptor: int) -> bool:
+        """Whether the file's bytes may be used where they lie."""
+        if self._leases.take(number, descriptor):
+            self._were_leased.add(number)
+            return True
+        return self._unleased and number not in self._were_leased
+
+    def leased_view(self, run: FileRun, number: int) -> tuple[FileView, int] | None:
+        """The run's view and a descriptor of its file, where it was made before and nobody can have written to it."""
+        view, descriptor = self._views.get(run), self._leases.descriptor(number)
+        return None if view is None or descriptor is None else (view, descriptor)
+
     def view(self, run: FileRun, number: int, descriptor: int, *, fault: Fault) -> FileView | None:
         """The run's view: one for all times; None where it cannot be had. `number`, `descriptor`: the file's; `fault`
         makes the errors of its use."""
-        if self._leases.take(number, descriptor):
-            self._were_leased.add(number)
-        elif not self._unleased or number in self._were_leased:
+        if not self.may_view(number, descriptor):
             return None
         with self._lock:
             if run not in self._views:

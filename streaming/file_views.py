@@ -134,9 +134,11 @@ def view_run(
     was_cached = nbytes > 0 and is_cached(descriptor, offset, nbytes)
     if not nbytes or not (was_cached or reads):
         return None
-    before()
     found = view()
-    return Came(found, was_cached) if found is not None and found.come() else None
+    if found is None:
+        return None
+    before()
+    return Came(found, was_cached) if found.come() else None
 
 
 def give_pages_back(memory: torch.Tensor) -> None:

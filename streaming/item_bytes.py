@@ -115,9 +115,10 @@ class ItemBytes:
         finally:
             self._files.give_back(file, pieces=0)
 
-    def is_cached(self, run: FileRun) -> bool:
-        """Whether a run of a local file is in the page cache."""
-        if self._files is None:
+    def may_view(self, run: FileRun, *, reads: bool) -> bool:
+        """Whether a run of a local file can be used where it lies: it is in the page cache, unless it is read then, and
+        its file may be used so."""
+        if self._files is None or self._maps is None:
             return False
         number = self._numbers[run.file]
         try:
@@ -125,7 +126,8 @@ class ItemBytes:
         except OSError:
             return False
         try:
-            return is_cached(descriptor, run.offset, run.nbytes)
+            is_there = reads or is_cached(descriptor, run.offset, run.nbytes)
+            return is_there and self._maps.may_view(number, descriptor)
         finally:
             self._files.give_back(number, pieces=0)
 
@@ -135,6 +137,9 @@ class ItemBytes:
         if self._files is None or self._maps is None:
             return None
         files, number = self._files, self._numbers[run.file]
+        if (leased := self._maps.leased_view(run, number)) is not None:
+            view, descriptor = leased
+            return view_run(descriptor, lambda: view, run.offset, run.nbytes, before=before, reads=reads)
         try:
             descriptor = files.take(number)
         except OSError:

@@ -35,12 +35,10 @@ def open_stream(
     """The stream of a plan; nothing is read before it is started. Raises CheckpointError for a file that is gone."""
     items = [item for unit in plan.units for item in unit.items]
     memory = _memory(prepared, plan, device, has_forms=forms is not None, tracer=tracer, warn=hooks.warn)
-    is_lazy, maps = (
-        prepared.reading.strategy == "lazy",
-        prepared.reading.maps_streamed and prepared.options.device == "cpu",
-    )
+    reading = prepared.reading
+    is_lazy, maps = reading.strategy == "lazy", reading.maps_streamed and prepared.options.device == "cpu"
     if maps:
-        logger.info("streamed weights are used where they lie in the page cache: %s", prepared.reading.reason)
+        logger.info("streamed weights are used where they lie in the page cache: %s", reading.reason)
     loading = UnitLoading(
         open_item_bytes(items, prepared.checkpoint.states, again=True, unleased=is_lazy),
         device, residency, tracer,

@@ -10,8 +10,8 @@ from contextlib import suppress
 
 LOOK_NBYTES = 2 << 20
 O_DIRECT = getattr(os, "O_DIRECT", 0)  # of open: past the cache; 0 where there is no such thing
-_CACHESTAT = 451  # Linux 6.5; numbers since 424 are the same on every machine but these
-_NUMBERED_APART = ("alpha", "mips")
+_CACHESTAT = 451  # Linux 6.5; numbers since 424 are the same on every machine but two
+_IS_COUNTED = sys.platform == "linux" and not os.uname().machine.startswith(("alpha", "mips"))
 _LIBRARY = ctypes.CDLL(None)
 
 
@@ -40,7 +40,7 @@ def is_cached(descriptor: int, offset: int, nbytes: int) -> bool:
 def _cached_pages(descriptor: int, offset: int, nbytes: int) -> int | None:
     """Pages of the cache that hold these bytes; None where the system does not count them, or not for this file: it
     may ask for the right to write to it."""
-    if sys.platform != "linux" or os.uname().machine.startswith(_NUMBERED_APART) or not nbytes:
+    if not _IS_COUNTED or not nbytes:
         return None
     number, file, no_flags = ctypes.c_long(_CACHESTAT), ctypes.c_uint(descriptor), ctypes.c_uint(0)
     pages = _Pages()

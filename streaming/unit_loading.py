@@ -71,8 +71,8 @@ class StoredForms(Protocol):
 class UnitLoading:
     """Loads units of one model, from any thread. `drop_behind`: what is read is not worth keeping in the page cache,
     since more is read before it is read again than the page cache holds; what was there before stays. `maps`: what
-    passes through, and is in the page cache, is used where it lies; `maps_forms`: stored forms in the cache on disk too,
-    whose file no lease keeps whole."""
+    passes through, and is in the page cache, is used where it lies. `maps_forms`: stored forms in the cache on disk
+    too, whose file no lease keeps whole."""
 
     items: ItemBytes
     device: Device
@@ -186,7 +186,7 @@ class UnitLoading:
         if not self._may_be_viewed(unit, place):
             return False
         runs = (run for several in unit.file_runs.values() for run in several)
-        return not self.drop_behind or self.was_viewed(unit) or all(self.items.is_cached(run) for run in runs)
+        return self.was_viewed(unit) or all(self.items.may_view(run, reads=not self.drop_behind) for run in runs)
 
     def _view(self, unit: Unit, place: Place) -> frozenset[str]:
         """Use the stored tensors where they lie in the page cache, those of which it has all: which these are."""

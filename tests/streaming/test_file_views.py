@@ -24,6 +24,7 @@ from streaming import LLM, LayerLoadError
 from streaming.device import own_memory
 from streaming.file_views import FileView, FileViews, give_pages_back, map_run, view_run
 from streaming.page_cache import is_cached
+from streaming.unit_memory import Place
 from streaming.weight_stream import WeightStream
 from tests.layers.tiny import some_ids
 from tests.streaming.leftovers import open_descriptors
@@ -190,9 +191,12 @@ def test_a_file_that_cannot_be_leased_is_used_where_it_lies_only_where_that_was_
     monkeypatch.setattr("streaming.file_leases._leased", lambda descriptor: None)
     limit = limit_of(folder, 0.0, max_model_len=64)
     with LLM(folder, memory=limit, **LAZY | {"safetensors_load_strategy": strategy}) as llm:
+        spared: list[Place] = []
+        monkeypatch.setattr(Place, "spare", lambda place: spared.append(place))
         llm.logits(IDS)
         llm.logits(IDS)
         assert (llm.tracer.nbytes("map") > 0) == maps
+        assert bool(spared) == maps  # else the ring's memory would come anew for each copy
 
 
 def run_for_ever(llm: LLM) -> None:
