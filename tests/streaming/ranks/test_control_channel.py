@@ -200,6 +200,7 @@ def test_the_first_failure_is_told_to_the_others_and_stays(hub: Hub) -> None:
             hub.broadcast({"kind": "step"})
         late: list[RankError] = []
         hub.on_failure(late.append)
+        until(lambda: told)  # behind the message to the others
         assert told == late == [failure]
 
 
