@@ -32,17 +32,21 @@ class FileLeases:
 
     def __init__(self) -> None:
         self._leases: dict[int, _Lease] = {}
+        self._given_back: set[int] = set()
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._watch: threading.Thread | None = None
 
     def take(self, file: int, descriptor: int) -> bool:
-        """Lease the file behind a descriptor, unless it is leased: whether it is now, and nobody wants to write."""
+        """Lease the file behind a descriptor, unless it is leased: whether it is now, and nobody wants to write. Only
+        once: not when it was given back to a writer."""
         with self._lock:
             if self._ended.is_set():
                 return False
             lease = self._leases.get(file)
             if lease is None:
+                if file in self._given_back:  # it may be another file now
+                    return False
                 own = _leased(descriptor)
                 if own is None:
                     return False
@@ -100,6 +104,7 @@ class FileLeases:
     def _give_back(self, file: int, lease: _Lease) -> None:
         if lease.is_wanted_back and not lease.users:
             del self._leases[file]
+            self._given_back.add(file)
             with suppress(OSError):
                 fcntl.fcntl(lease.descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
             os.close(lease.descriptor)

@@ -26,6 +26,7 @@ class FileMaps:
         self._maps: dict[int, torch.Tensor] = {}
         self._views: dict[FileRun, FileView] = {}
         self._were_leased: set[int] = set()
+        self._same: set[int] = set()  # leased files that were what was planned when they were looked at since
         self._lock = threading.Lock()
 
     def may_view(self, number: int, descriptor: int) -> bool:
@@ -38,7 +39,12 @@ class FileMaps:
     def leased_view(self, run: FileRun, number: int) -> tuple[FileView, int] | None:
         """The run's view and a descriptor of its file, where it was made before and nobody can have written to it."""
         view, descriptor = self._views.get(run), self._leases.descriptor(number)
-        return None if view is None or descriptor is None else (view, descriptor)
+        return None if view is None or descriptor is None or number not in self._same else (view, descriptor)
+
+    def note_same(self, number: int) -> None:
+        """The file is what was planned, looked at behind `view`."""
+        if number in self._were_leased:
+            self._same.add(number)
 
     def view(self, run: FileRun, number: int, descriptor: int, *, fault: Fault) -> FileView | None:
         """The run's view: one for all times; None where it cannot be had. `number`, `descriptor`: the file's; `fault`

@@ -146,7 +146,11 @@ class ItemBytes:
             return None
         made = partial(self._maps.view, run, number, descriptor, fault=partial(_failure, item))
         found = view_run(descriptor, made, run.offset, run.nbytes, before=before, reads=reads)
-        return None if files.give_back(number, pieces=0) else found
+        if files.give_back(number, pieces=0):
+            return None
+        if found is not None:
+            self._maps.note_same(number)
+        return found
 
     def cancel(self) -> None:
         """Make whoever reads in another thread leave soon."""

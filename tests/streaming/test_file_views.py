@@ -199,6 +199,23 @@ def test_a_file_that_cannot_be_leased_is_used_where_it_lies_only_where_that_was_
         assert bool(spared) == maps  # else the ring's memory would come anew for each copy
 
 
+@pytest.mark.parametrize("strategy", ["lazy", None])
+def test_a_file_that_was_rewritten_between_passes_gives_no_wrong_numbers(
+    folder: Path, tmp_path: Path, strategy: str | None
+) -> None:
+    own = Path(shutil.copytree(folder, tmp_path / "own"))
+    options = LAZY | {"safetensors_load_strategy": strategy}
+    with LLM(own, memory=limit_of(own, 0.0, **options), **options) as llm:
+        llm.logits(IDS)
+        llm.logits(IDS)
+        for file in own.glob("*.safetensors"):
+            with file.open("r+b") as out:
+                out.seek(-1000, os.SEEK_END)
+                out.write(bytes(500))
+        with pytest.raises(LayerLoadError, match=r"was changed, or replaced|is opened for writing"):
+            llm.logits(IDS)
+
+
 def run_for_ever(llm: LLM) -> None:
     while True:
         llm.logits(IDS)
