@@ -26,10 +26,6 @@ class RowParts:
         """Bytes of a number."""
         return self.parts[0].element_size()
 
-    def let_go(self) -> None:
-        """Hold no part any more; nobody multiplies with it."""
-        self.parts = ()
-
     def __getitem__(self, rows: slice) -> torch.Tensor:
         """Rows [start, stop): a view where they lie in one part, else a copy."""
         start, stop, _ = rows.indices(self.shape[0])

@@ -16,6 +16,8 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 
+from streaming.open_files import FileState, state_of
+
 LOOK_S = 0.1
 _SET_SIGNAL = 10  # F_SETSIG, which `fcntl` does not name in every version
 
@@ -32,22 +34,19 @@ class FileLeases:
 
     def __init__(self) -> None:
         self._leases: dict[int, _Lease] = {}
-        self._given_back: set[int] = set()
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._watch: threading.Thread | None = None
 
-    def take(self, file: int, descriptor: int) -> bool:
-        """Lease the file behind a descriptor, unless it is leased: whether it is now, and nobody wants to write. Only
-        once: not when it was given back to a writer."""
+    def take(self, file: int, descriptor: int, state: FileState) -> bool:
+        """Lease the file behind a descriptor, unless it is leased: whether it is now, and nobody wants to write. Not
+        where its state is another one than this: a file that is leased is what it was."""
         with self._lock:
             if self._ended.is_set():
                 return False
             lease = self._leases.get(file)
             if lease is None:
-                if file in self._given_back:  # it may be another file now
-                    return False
-                own = _leased(descriptor)
+                own = _leased(descriptor, state)
                 if own is None:
                     return False
                 lease = self._leases[file] = _Lease(own)
@@ -89,7 +88,7 @@ class FileLeases:
             self._ended.set()
             watch, self._watch = self._watch, None
             for lease in self._leases.values():
-                os.close(lease.descriptor)
+                _end(lease.descriptor)
             self._leases.clear()
         if watch is not None:
             watch.join()
@@ -104,14 +103,18 @@ class FileLeases:
     def _give_back(self, file: int, lease: _Lease) -> None:
         if lease.is_wanted_back and not lease.users:
             del self._leases[file]
-            self._given_back.add(file)
-            with suppress(OSError):
-                fcntl.fcntl(lease.descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-            os.close(lease.descriptor)
+            _end(lease.descriptor)
 
 
-def _leased(descriptor: int) -> int | None:
-    """A descriptor of its own of the same open file, which is leased; None where that cannot be."""
+def _end(descriptor: int) -> None:
+    """Of a lease: said by itself, since a forked process may have the descriptor too."""
+    with suppress(OSError):
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    os.close(descriptor)
+
+
+def _leased(descriptor: int, state: FileState) -> int | None:
+    """A descriptor of its own of the same file, which is leased and in this state; None where that cannot be."""
     if sys.platform != "linux":
         return None
     own: int | None = None
@@ -119,8 +122,10 @@ def _leased(descriptor: int) -> int | None:
         own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         fcntl.fcntl(own, _SET_SIGNAL, signal.SIGURG)  # which is ignored; the one that is sent else ends the process
         fcntl.fcntl(own, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        if state_of(os.fstat(own)) == state:
+            return own
     except OSError:
-        if own is not None:
-            os.close(own)
-        return None
-    return own
+        pass
+    if own is not None:
+        _end(own)
+    return None

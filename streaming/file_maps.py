@@ -26,12 +26,11 @@ class FileMaps:
         self._maps: dict[int, torch.Tensor] = {}
         self._views: dict[FileRun, FileView] = {}
         self._were_leased: set[int] = set()
-        self._same: set[int] = set()  # leased files that were what was planned when they were looked at since
         self._lock = threading.Lock()
 
     def may_view(self, number: int, descriptor: int) -> bool:
         """Whether the file's bytes may be used where they lie."""
-        if self._leases.take(number, descriptor):
+        if self._leases.take(number, descriptor, self._files.state(number)):
             self._were_leased.add(number)
             return True
         return self._unleased and number not in self._were_leased
@@ -39,12 +38,7 @@ class FileMaps:
     def leased_view(self, run: FileRun, number: int) -> tuple[FileView, int] | None:
         """The run's view and a descriptor of its file, where it was made before and nobody can have written to it."""
         view, descriptor = self._views.get(run), self._leases.descriptor(number)
-        return None if view is None or descriptor is None or number not in self._same else (view, descriptor)
-
-    def note_same(self, number: int) -> None:
-        """The file is what was planned, looked at behind `view`."""
-        if number in self._were_leased:
-            self._same.add(number)
+        return None if view is None or descriptor is None else (view, descriptor)
 
     def view(self, run: FileRun, number: int, descriptor: int, *, fault: Fault) -> FileView | None:
         """The run's view: one for all times; None where it cannot be had. `number`, `descriptor`: the file's; `fault`
@@ -64,13 +58,27 @@ class FileMaps:
 
     def _enter(self, number: int, fault: Fault) -> Callable[[], None] | None:
         """Begin to use the file. Raises what `fault` makes where it is not what it was, or will not stay so."""
+        leave = partial(self._leases.leave, number)
         if self._leases.enter(number):  # nobody has written to it since it was leased
-            return partial(self._leases.leave, number)
+            return leave
         if (error := self._files.fault(number)) is not None:
             raise fault(error)
-        if number in self._were_leased and not self._leases.is_closed:
-            raise fault(f"{self._files.path(number)} is opened for writing by somebody, and its weights are used in it")
-        return None
+        if number not in self._were_leased or self._leases.is_closed:
+            return None
+        if self._lease_again(number) and self._leases.enter(number):
+            return leave
+        raise fault(f"{self._files.path(number)} is opened for writing by somebody, and its weights are used in it")
+
+    def _lease_again(self, number: int) -> bool:
+        """Whether a file that was given back to a writer can be leased: who opened it has closed it."""
+        try:
+            descriptor = self._files.take(number)
+        except OSError:
+            return False
+        try:
+            return self.may_view(number, descriptor)
+        finally:
+            self._files.give_back(number, pieces=0)
 
     def close(self) -> None:
         """Give the leases back; the maps go with their last user."""

@@ -120,25 +120,16 @@ def map_run(descriptor: int, offset: int, nbytes: int) -> torch.Tensor | None:
 
 
 def view_run(
-    descriptor: int,
-    view: Callable[[], FileView | None],
-    offset: int,
-    nbytes: int,
-    *,
-    before: Callable[[], None],
-    reads: bool = False,
+    view: FileView, descriptor: int, offset: int, *, before: Callable[[], None], reads: bool = False
 ) -> Came | None:
-    """The view of a run of a file with its pages; None where there is no view, or the page cache has not all of it:
-    with `reads` it is read then, and None where it cannot be. `before` is called right before there are pages of it:
-    to give others back, so that both count once."""
-    was_cached = nbytes > 0 and is_cached(descriptor, offset, nbytes)
-    if not nbytes or not (was_cached or reads):
-        return None
-    found = view()
-    if found is None:
+    """The view, which lies at `offset` of a file, with its pages; None where the page cache has not all of it: with
+    `reads` it is read then, and None where it cannot be. `before` is called right before there are pages of it: to give
+    others back, so that both count once."""
+    was_cached = is_cached(descriptor, offset, view.memory.numel())
+    if not (was_cached or reads):
         return None
     before()
-    return Came(found, was_cached) if found.come() else None
+    return Came(view, was_cached) if view.come() else None
 
 
 def give_pages_back(memory: torch.Tensor) -> None:

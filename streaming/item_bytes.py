@@ -139,18 +139,14 @@ class ItemBytes:
         files, number = self._files, self._numbers[run.file]
         if (leased := self._maps.leased_view(run, number)) is not None:
             view, descriptor = leased
-            return view_run(descriptor, lambda: view, run.offset, run.nbytes, before=before, reads=reads)
+            return view_run(view, descriptor, run.offset, before=before, reads=reads)
         try:
             descriptor = files.take(number)
         except OSError:
             return None
-        made = partial(self._maps.view, run, number, descriptor, fault=partial(_failure, item))
-        found = view_run(descriptor, made, run.offset, run.nbytes, before=before, reads=reads)
-        if files.give_back(number, pieces=0):
-            return None
-        if found is not None:
-            self._maps.note_same(number)
-        return found
+        made = self._maps.view(run, number, descriptor, fault=partial(_failure, item))
+        found = None if made is None else view_run(made, descriptor, run.offset, before=before, reads=reads)
+        return None if files.give_back(number, pieces=0) else found
 
     def cancel(self) -> None:
         """Make whoever reads in another thread leave soon."""

@@ -81,6 +81,10 @@ class OpenFiles:
         """Where the file is."""
         return self._paths[file]
 
+    def state(self, file: int) -> FileState:
+        """What the file was."""
+        return self._states[file]
+
     def nbytes(self, file: int) -> int:
         """How large the file was."""
         return self._states[file][2]

@@ -30,7 +30,9 @@ class _Pages(ctypes.Structure):
 def is_cached(descriptor: int, offset: int, nbytes: int) -> bool:
     """Whether a file's bytes are in the page cache: all of their pages where the system counts them (one call, 1
     microsecond a MB measured); else by a look at the first, the middle and the last byte, and at one of each
-    `LOOK_NBYTES`. False where the system does not tell."""
+    `LOOK_NBYTES`. False where the system does not tell, and for no bytes."""
+    if not nbytes:
+        return False
     count = _cached_pages(descriptor, offset, nbytes)
     if count is None:
         return _looks_cached(descriptor, offset, nbytes)
@@ -40,7 +42,7 @@ def is_cached(descriptor: int, offset: int, nbytes: int) -> bool:
 def _cached_pages(descriptor: int, offset: int, nbytes: int) -> int | None:
     """Pages of the cache that hold these bytes; None where the system does not count them, or not for this file: it
     may ask for the right to write to it."""
-    if not _IS_COUNTED or not nbytes:
+    if not _IS_COUNTED:
         return None
     number, file, no_flags = ctypes.c_long(_CACHESTAT), ctypes.c_uint(descriptor), ctypes.c_uint(0)
     pages = _Pages()

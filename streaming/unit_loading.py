@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -143,12 +143,11 @@ class UnitLoading:
             if unit.name in self._seen:
                 return
             self._seen.add(unit.name)
-            place.enter()
-            try:
+            with ExitStack() as behind:
+                if place.views is not None:
+                    behind.callback(place.views.enter())
                 for item in unit.items if unit.is_straight else ():
                     self.checks.add(item, *_numbers_of(item, place))
-            finally:
-                place.leave()
             if (accounts := self._accounts.pop(unit.name, None)) is not None:
                 accounts.check()
             with self.device.working():
@@ -171,6 +170,7 @@ class UnitLoading:
 
     def close(self) -> None:
         """Give back what was opened."""
+        self._viewed.clear()
         self.items.close()
         if self.forms is not None:
             self.forms.close()

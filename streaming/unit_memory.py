@@ -63,7 +63,7 @@ class Place:
     moment: Any = None  # that products wait for
     issued_s: float = 0.0  # when the copy was
     is_spared: bool = False
-    leave_views: Callable[[], None] | None = None  # while products read them
+    leave_views: Callable[[], None] | None = None  # while products of the forward thread read them
 
     @cached_property
     def stored(self) -> Stored:
@@ -101,19 +101,18 @@ class Place:
             self.stored = {**self.stored, **views.stored}
 
     def enter(self) -> None:
-        """It is about to be read. Raises LayerLoadError where the bytes are not what they were."""
+        """Products are about to read it. Raises LayerLoadError where the bytes are not what they were."""
         if self.views is not None and self.leave_views is None:
             self.leave_views = self.views.enter()
 
     def leave(self) -> None:
-        """Nobody reads it now."""
+        """They have read it."""
         leave, self.leave_views = self.leave_views, None
         if leave is not None:
             leave()
 
     def let_go(self) -> None:
         """Of the pages of maps, before the unit's room is given to another one."""
-        self.leave()
         if self.views is not None:
             self.views.go()
             self.views = None

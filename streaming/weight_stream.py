@@ -222,6 +222,7 @@ class WeightStream:
                 self._users[unit.name] -= 1
             else:
                 entry.users -= 1
+                entry.place.leave()
                 if entry.offset is not None:
                     self.memory.used()
                     entry.is_dropped = True  # it goes as soon as nobody writes it to the stored cache any more
@@ -323,6 +324,8 @@ class WeightStream:
         self._workers.join()
         self.loading.close()
         self.memory.close()
+        for entry in self._live.values():
+            entry.place.let_go()
         self._live.clear()
         self._own.clear()
         self._leaving.clear()

@@ -201,7 +201,7 @@ class StoredCache:
                 parts = {one.name: memory[one.offset - found.start :][: one.nbytes] for one in found.tensors}
                 check = partial(self._check_view, found, tuple(parts[one.name] for one in found.tensors), state)
                 whole = FileView(memory, self.file, check)
-                if not view_run(model.data, lambda: whole, found.start, nbytes, before=before):
+                if not view_run(whole, model.data, found.start, before=before):
                     return None
                 if self._look(model) != state:
                     return None

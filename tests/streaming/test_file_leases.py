@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from streaming.file_leases import LOOK_S, FileLeases
+from streaming.open_files import state_of
 from tests.streaming.leftovers import open_descriptors
 
 
@@ -25,7 +26,7 @@ def path(tmp_path: Path) -> Path:
 def leases(path: Path) -> Iterator[FileLeases]:
     found = FileLeases()
     with path.open("rb") as file:
-        if not found.take(0, file.fileno()):
+        if not found.take(0, file.fileno(), state_of(os.fstat(file.fileno()))):
             pytest.skip("this system leases no file here")
     yield found
     found.close()
@@ -52,6 +53,7 @@ def test_nobody_cuts_a_file_that_is_used(path: Path, leases: FileLeases) -> None
 
 
 def test_a_file_that_nobody_uses_is_given_back_soon(path: Path, leases: FileLeases) -> None:
+    before = state_of(path.stat())
     assert leases.enter(0)
     leases.leave(0)
     writer = cut(path)
@@ -59,14 +61,14 @@ def test_a_file_that_nobody_uses_is_given_back_soon(path: Path, leases: FileLeas
     assert not writer.is_alive()
     assert not leases.enter(0)
     with path.open("rb") as file:
-        assert not leases.take(0, file.fileno())  # it may be another one now
+        assert not leases.take(0, file.fileno(), before)  # it is another one now
     assert not leases.enter(0)
 
 
 def test_a_file_that_is_open_for_writing_is_not_leased(path: Path, leases: FileLeases) -> None:
     other = path.with_name("other")
     with other.open("wb") as _, other.open("rb") as file:
-        assert not leases.take(1, file.fileno())
+        assert not leases.take(1, file.fileno(), state_of(os.fstat(file.fileno())))
     assert not leases.enter(1)
     assert not leases.enter(2)  # never taken
 
@@ -74,13 +76,37 @@ def test_a_file_that_is_open_for_writing_is_not_leased(path: Path, leases: FileL
 def test_closed_leases_leave_nothing(path: Path) -> None:
     before, threads, leases = open_descriptors(), threading.active_count(), FileLeases()
     with path.open("rb") as file:
-        leases.take(0, file.fileno())
+        leases.take(0, file.fileno(), state_of(os.fstat(file.fileno())))
         leases.enter(0)
         leases.close()
         leases.leave(0)
-        assert not leases.take(0, file.fileno())
+        assert not leases.take(0, file.fileno(), state_of(os.fstat(file.fileno())))
     assert leases.is_closed
     assert open_descriptors().items() <= before.items()
     assert threading.active_count() == threads
     cut(path).join(timeout=10)
     assert path.stat().st_size == 10
+
+
+def test_a_file_that_was_only_opened_is_leased_again(path: Path, leases: FileLeases) -> None:
+    state = state_of(path.stat())
+    with path.open("r+b"), path.open("rb") as file:
+        assert not leases.enter(0)
+        assert not leases.take(0, file.fileno(), state)
+    with path.open("rb") as file:
+        assert leases.take(0, file.fileno(), state)
+    assert leases.enter(0)
+
+
+def test_a_closed_lease_is_over_whoever_else_has_its_descriptor(path: Path, leases: FileLeases) -> None:
+    """As a forked process has."""
+    own = leases.descriptor(0)
+    assert own is not None
+    other = os.dup(own)
+    try:
+        leases.close()
+        writer = cut(path)
+        writer.join(timeout=10)
+        assert not writer.is_alive()
+    finally:
+        os.close(other)

@@ -52,11 +52,11 @@ def file(tmp_path: Path) -> Iterator[int]:
 
 
 def view_of_run(descriptor: int, offset: int, nbytes: int, *, reads: bool = False) -> FileView | None:
-    def made() -> FileView | None:
-        memory = map_run(descriptor, offset, nbytes)
-        return None if memory is None else FileView(memory, descriptor, lambda: None)
-
-    came = view_run(descriptor, made, offset, nbytes, before=lambda: None, reads=reads)
+    memory = map_run(descriptor, offset, nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+    if memory is None:
+        return None
+    view = FileView(memory, descriptor, lambda: None)
+    came = view_run(view, descriptor, offset, before=lambda: None, reads=reads)
     return None if came is None else came.view
 
 
@@ -188,7 +188,7 @@ def test_what_passes_through_is_copied_where_that_was_asked_for(folder: Path, st
 def test_a_file_that_cannot_be_leased_is_used_where_it_lies_only_where_that_was_asked_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch, strategy: str | None, maps: bool
 ) -> None:
-    monkeypatch.setattr("streaming.file_leases._leased", lambda descriptor: None)
+    monkeypatch.setattr("streaming.file_leases._leased", lambda descriptor, state: None)
     limit = limit_of(folder, 0.0, max_model_len=64)
     with LLM(folder, memory=limit, **LAZY | {"safetensors_load_strategy": strategy}) as llm:
         spared: list[Place] = []
@@ -214,6 +214,47 @@ def test_a_file_that_was_rewritten_between_passes_gives_no_wrong_numbers(
                 out.write(bytes(500))
         with pytest.raises(LayerLoadError, match=r"was changed, or replaced|is opened for writing"):
             llm.logits(IDS)
+
+
+@pytest.mark.parametrize("strategy", ["lazy", None])
+def test_a_file_that_somebody_opens_and_does_not_write_to_goes_on(
+    folder: Path, tmp_path: Path, strategy: str | None
+) -> None:
+    own = Path(shutil.copytree(folder, tmp_path / "own"))
+    options = LAZY | {"safetensors_load_strategy": strategy}
+    with LLM(own, memory=limit_of(own, 0.0, **options), **options) as llm:
+        expected = llm.logits(IDS)
+        for _ in range(3):
+            for file in own.glob("*.safetensors"):
+                file.open("r+b").close()
+            assert torch.equal(llm.logits(IDS), expected)
+
+
+def test_a_unit_is_left_when_it_was_used_whoever_takes_its_pages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also behind an error, when no worker is left: who wants to write does not wait for one."""
+    with LLM(folder, memory=limit_of(folder, 0.0, **LAZY), **LAZY) as llm:
+        stream = stream_of(llm)
+        llm.logits(IDS)
+        monkeypatch.setattr(Place, "let_go", lambda place: None)
+        with stream.lease_unit(stream.plan.streamed[0], stop=lambda: None):
+            place = stream._live[stream.plan.streamed[0].name].place
+            assert place.leave_views is not None
+        assert place.leave_views is None
+
+
+@pytest.mark.parametrize("strategy", ["lazy", None])
+def test_nothing_is_left_of_a_closed_model_that_somebody_holds(folder: Path, strategy: str | None) -> None:
+    options = LAZY | {"safetensors_load_strategy": strategy}
+    llm = LLM(folder, memory=limit_of(folder, 0.0, **options), **options)
+    llm.logits(IDS)
+    llm.logits(IDS)
+    llm.close()
+    gc.collect()
+    files = [str(file) for file in folder.glob("*.safetensors")]
+    assert not [
+        line for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines() if line.endswith(tuple(files))
+    ]
+    assert not set(files) & set(open_descriptors().values())
 
 
 def run_for_ever(llm: LLM) -> None:
