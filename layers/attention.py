@@ -15,9 +15,10 @@ from torch.nn import functional
 from layers.batch import Batch, BatchSequence
 from layers.causal_mask import causal_mask, first_reached, reached
 from layers.context import StepContext
-from layers.linear import QKVParallelLinear, RowParallelLinear, declare
-from layers.norm import shared_variances
+from layers.linear import QKVParallelLinear, RowParallelLinear
+from layers.norm import norm_heads, shared_variances
 from layers.parallel import Group
+from layers.parameters import declare, parameter
 from layers.rotary import Ropes
 from layers.sinks import attend_with_sinks
 from layers.softcap import attend_capped
@@ -68,22 +69,36 @@ class Attention(nn.Module):
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.whole = whole
+        self._queries = qkv_proj.sections[0] // head_dim  # H
 
     def forward(self, x: torch.Tensor, batch: Batch, ropes: Ropes, ctx: StepContext) -> torch.Tensor:
         """x [T, D] -> [T, D]; each sequence's keys and values are appended to its cache."""
-        q, k, v = self.qkv_proj(x, ctx)
-        q, k = self._normed(q, k, ctx)
-        v = v.unflatten(-1, (-1, self.head_dim))
+        of_qk, v = self.qkv_proj(x, ctx)
+        queries = self._queries
+        of_qk, v = self._normed(of_qk, ctx), v.unflatten(-1, (-1, self.head_dim))
         rope = ropes.local if self.local else ropes.full
         if rope is not None:
-            q, k = rope.rotate(q), rope.rotate(k)
+            of_qk = rope.rotate(of_qk)
+        mixed = self._mixed(of_qk[:, :queries], of_qk[:, queries:], v, batch, ctx)
+        out: torch.Tensor = self.o_proj(mixed.flatten(1), ctx)
+        return out
+
+    def _mixed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, ctx: StepContext) -> torch.Tensor:
+        """The values [T, H, d] that each sequence's queries find in its past."""
+        if len(batch.sequences) == 1:
+            return self._mixed_of(q, k, v, batch.sequences[0], ctx)
         mixed = torch.empty_like(q)
         for sequence in batch.sequences:
             rows = slice(sequence.start, sequence.stop)
-            sequence.cache.append(self.layer, k[rows].transpose(0, 1), v[rows].transpose(0, 1))
-            mixed[rows] = self._attend_past(q[rows].transpose(0, 1), sequence, ctx).transpose(0, 1)
-        out: torch.Tensor = self.o_proj(mixed.flatten(1), ctx)
-        return out
+            mixed[rows] = self._mixed_of(q[rows], k[rows], v[rows], sequence, ctx)
+        return mixed
+
+    def _mixed_of(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequence: BatchSequence, ctx: StepContext
+    ) -> torch.Tensor:
+        """The same for one sequence, whose keys and values are appended to its cache first."""
+        sequence.cache.append(self.layer, k.transpose(0, 1), v.transpose(0, 1))
+        return self._attend_past(q.transpose(0, 1), sequence, ctx).transpose(0, 1)
 
     def _attend_past(self, q: torch.Tensor, sequence: BatchSequence, ctx: StepContext) -> torch.Tensor:
         """q [H, n, d] over what its windows reach of the sequence, some heads after the others where they are decoded.
@@ -94,7 +109,7 @@ class Attention(nn.Module):
         start = first_reached(length, count=q.shape[1], window=self.scores.window)
         for heads, keys, values in sequence.cache.runs(self.layer, start=start, stop=length):
             part = q[heads.start * share : heads.stop * share]
-            sinks = self.get_parameter("sinks")[heads.start * share : heads.stop * share] if self._has_sinks else None
+            sinks = parameter(self, "sinks")[heads.start * share : heads.stop * share] if self._has_sinks else None
             mixed.append(self._attend(part, keys, values, sinks, ctx))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
@@ -113,14 +128,16 @@ class Attention(nn.Module):
             return attend(q, keys, values, window=window, scale=scale)
         return attend_capped(q, keys, values, window=window, scale=scale, cap=cap, kernels=ctx.kernels)
 
-    def _normed(self, q: torch.Tensor, k: torch.Tensor, ctx: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys [T, rows] by heads: [T, H or G, d]."""
-        if self.q_norm is not None and self.k_norm is not None and self.whole:
-            q, k = self._normed_whole(q, k, ctx.groups.tensor)
-        q, k = q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None and not self.whole:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return q, k
+    def _normed(self, of_qk: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """Queries and keys [T, rows] by heads: [T, H + G, d]."""
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is not None and self.whole:
+            rows = self._queries * self.head_dim
+            of_qk = torch.cat(self._normed_whole(of_qk[:, :rows], of_qk[:, rows:], ctx.groups.tensor), dim=-1)
+        heads: torch.Tensor = of_qk.unflatten(-1, (-1, self.head_dim))
+        if q_norm is None or k_norm is None or self.whole:
+            return heads
+        return norm_heads(heads, self._queries, q_norm, k_norm)
 
     def _normed_whole(self, q: torch.Tensor, k: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         """All heads together, those of other ranks too."""

@@ -96,7 +96,9 @@ class DecoderLayer(nn.Module):
     def _norm(self, name: str | None, x: torch.Tensor) -> torch.Tensor:
         if name is None:
             return x
-        normed: torch.Tensor = self.get_submodule(name)(x)
+        norm = self._modules[name]
+        assert norm is not None
+        normed: torch.Tensor = norm(x)
         return normed
 
     def _add(self, hidden: torch.Tensor, change: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,9 @@ from torch.nn import functional
 from layers.architecture import CHUNK_ROWS as CHUNK_ROWS
 from layers.context import StepContext
 from layers.cuts import vocabulary_rows
-from layers.linear import declare, stored_rows
+from layers.linear import stored_rows
 from layers.parallel import Group
+from layers.parameters import declare, parameter
 from layers.weights import ParamSpec
 from quant.scheme import Scheme
 from quant.sections import rows_at_once
@@ -79,11 +80,11 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, token_ids: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """token_ids [T] -> [T, D]. Ids must lie in [0, V)."""
         ctx.check()
-        return self.rows.embed(token_ids, self.get_parameter("weight"), ctx.groups.tensor)
+        return self.rows.embed(token_ids, parameter(self, "weight"), ctx.groups.tensor)
 
     def local_logits(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """The tied head: x [n, D] -> float32 logits of this rank's rows."""
-        return project(x, {"weight": self.get_parameter("weight")}, param=self.param_name, scheme=Wide(), ctx=ctx)
+        return project(x, {"weight": parameter(self, "weight")}, param=self.param_name, scheme=Wide(), ctx=ctx)
 
 
 class ParallelLMHead(nn.Module):
@@ -102,13 +103,13 @@ class ParallelLMHead(nn.Module):
 
     def stored(self) -> dict[str, torch.Tensor]:
         """The weight's stored tensors by name."""
-        return {name: self.get_parameter(name) for name in self._stored_names}
+        return {name: parameter(self, name) for name in self._stored_names}
 
     def local_logits(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """x [n, D] -> float32 logits of this rank's rows."""
         bias = None
         if self._bias_name is not None:
-            bias = self.get_parameter("bias")
+            bias = parameter(self, "bias")
             if bias.shape[0]:
                 ctx.await_rows(self._bias_name, bias.shape[0])
         return project(x, self.stored(), bias, param=self.param_name, scheme=self.scheme, ctx=ctx)

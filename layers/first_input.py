@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from layers.batch import Batch
-from layers.linear import declare
+from layers.parameters import declare, parameter
 from layers.weights import ParamSpec
 
 
@@ -23,7 +23,7 @@ class LearnedPositions(nn.Module):
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """positions [T] -> [T, D]."""
-        return nn.functional.embedding(positions, self.get_parameter("weight"))
+        return nn.functional.embedding(positions, parameter(self, "weight"))
 
 
 def scaled(hidden: torch.Tensor, scale: float | None) -> torch.Tensor:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from layers.context import StepContext
-from layers.linear import declare
 from layers.mlp import activated
 from layers.model_config import GroupedChoice, MoEConfig
+from layers.parameters import declare, parameter
 from layers.weights import ParamSpec
 
 _LEAST_SUM = 1e-20  # added to the sum of weights that it divides, as the reference does
@@ -31,9 +31,9 @@ class GroupedRouter(nn.Module):
 
     def forward(self, x: torch.Tensor, ctx: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, D] -> float32 weights [T, k], the chosen experts int64 [T, k]."""
-        logits = ctx.kernels.wide(x.float(), self.get_parameter("weight"), None)
+        logits = ctx.kernels.wide(x.float(), parameter(self, "weight"), None)
         scores = activated(logits, activation=torch.sigmoid) if self._choice.sigmoid else logits.softmax(-1)
-        ranked = scores + self.get_parameter("e_score_correction_bias") if self._has_bias else scores
+        ranked = scores + parameter(self, "e_score_correction_bias") if self._has_bias else scores
         chosen = within_best_groups(ranked, self._choice).topk(self._config.top_k, dim=-1).indices
         weights = scores.gather(1, chosen)
         if self._config.renormalize:

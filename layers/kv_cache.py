@@ -101,6 +101,7 @@ class KVCache:
         self._dtype, self._head_dim = to_torch(dtype), config.head_dim
         self._room = room or Room(torch.device(device))
         self._codecs = _make_codecs(config, cache_dtype, scales, torch.device(device))
+        self._wide = [list(codes) for codes in self._kept["codes"]]  # of each kind and layer, where kept wide
         self.num_heads = 1 if config.mla is not None else config.num_kv_heads
         self.cache_dtype = cache_form(cache_dtype)
         self.capacity = max_tokens
@@ -135,12 +136,13 @@ class KVCache:
                 "were given"
             )
         for kind, numbers in enumerate(kinds):
+            if self.cache_dtype == "auto":
+                self._wide[kind][layer].narrow(1, self.length, numbers.shape[1]).copy_(numbers)
+                continue
             kept = {name: tensor[kind, layer, :, self.length : stop] for name, tensor in self._kept.items()}
             codec = self._codecs[kind, layer]
-            if codec is None:
-                kept["codes"].copy_(numbers)
-            else:
-                codec.encode(numbers.to(self._dtype), kept)
+            assert codec is not None
+            codec.encode(numbers.to(self._dtype), kept)
 
     def runs(self, layer: int, *, stop: int, start: int = 0) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Wide keys and values of the positions [start, stop) of one layer: heads [a, b), and theirs [b - a, n, d].
@@ -150,8 +152,8 @@ class KVCache:
         """
         heads = self.num_heads
         if self.cache_dtype == "auto":
-            codes = self._kept["codes"]
-            yield slice(0, heads), codes[0, layer, :, start:stop], codes[1, layer, :, start:stop]
+            keys, values = (self._wide[kind][layer].narrow(1, start, stop - start) for kind in (0, 1))
+            yield slice(0, heads), keys, values
             return
         step = max(1, RUN_NBYTES // max(1, 2 * (stop - start) * self._head_dim * self._dtype.itemsize))
         for first in range(0, heads, step):

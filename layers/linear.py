@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from layers.context import StepContext
+from layers.parameters import declare, parameter
 from layers.weights import ParamSpec
 from quant.activations import Maximum, int8_product, own
-from quant.dtypes import to_torch
 from quant.packed import PackedLinear
 from quant.row_parts import RowParts
 from quant.sections import cut_rows
@@ -38,12 +38,12 @@ class Linear(nn.Module):
 
     def stored(self) -> dict[str, torch.Tensor]:
         """The weight's stored tensors by name, without the bias."""
-        return {name: self.get_parameter(name) for name in self._stored_names}
+        return {name: parameter(self, name) for name in self._stored_names}
 
     def product(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """x [T, I] -> [T, O], all sections side by side."""
         ctx.check()
-        bias = self.get_parameter("bias") if self._has_bias else None
+        bias = parameter(self, "bias") if self._has_bias else None
         if ctx.packed and self.packed is not None and not ctx.int8_activations:
             out = self.packed.linear(x, bias)
             if out is not None:
@@ -69,10 +69,10 @@ class Linear(nn.Module):
 class QKVParallelLinear(Linear):
     """The fused query, key and value projection."""
 
-    def forward(self, x: torch.Tensor, ctx: StepContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [T, I] -> q [T, q_rows], k [T, kv_rows], v [T, kv_rows]: views of one product."""
-        q, k, v = torch.split(self.product(x, ctx), list(self.sections), dim=-1)
-        return q, k, v
+    def forward(self, x: torch.Tensor, ctx: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, I] -> queries and keys side by side [T, q_rows + kv_rows], and v [T, kv_rows]: views of one product."""
+        product, of_qk = self.product(x, ctx), self.sections[0] + self.sections[1]
+        return product[:, :of_qk], product[:, of_qk:]
 
 
 class MergedColumnParallelLinear(Linear):
@@ -114,13 +114,6 @@ class RowParallelLinear(Linear):
 def is_part_of_sum(weight: ParamSpec) -> bool:
     """Whether products with this weight are one rank's part of a sum: it has some of the columns."""
     return weight.cut is not None and weight.cut.columns is not None
-
-
-def declare(module: nn.Module, spec: ParamSpec) -> None:
-    """Register what is stored for `spec` as meta parameters of `module`: shapes and dtypes without memory."""
-    for name, stored in spec.storage().items():
-        empty = torch.empty(stored.shape, dtype=to_torch(stored.dtype), device="meta")
-        module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
 
 def stored_rows(

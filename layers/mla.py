@@ -24,8 +24,9 @@ from torch.nn import functional
 from layers.attention import attend
 from layers.batch import Batch, BatchSequence
 from layers.context import StepContext
-from layers.linear import ColumnParallelLinear, RowParallelLinear, declare
+from layers.linear import ColumnParallelLinear, RowParallelLinear
 from layers.model_config import MLAConfig
+from layers.parameters import declare, parameter
 from layers.rotary import Ropes
 from layers.weights import ParamSpec
 from quant.kernels import Kernels
@@ -145,7 +146,7 @@ class LatentUpProjection(nn.Module):
     def expand(self, latent: torch.Tensor, heads: slice, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
         """latent [S, R] -> keys without position [h, S, P] and values [h, S, V] of a run of h heads."""
         rows = self._sizes.up_head_dim
-        weight = self.get_parameter("weight")[heads.start * rows : heads.stop * rows]
+        weight = parameter(self, "weight")[heads.start * rows : heads.stop * rows]
         made = kernels.wide(latent, weight, None).unflatten(-1, (-1, rows)).transpose(0, 1)
         keys, values = made.split([self._sizes.qk_nope_head_dim, self._sizes.v_head_dim], dim=-1)
         return keys, values
@@ -160,7 +161,7 @@ class LatentUpProjection(nn.Module):
 
     def _by_head(self) -> torch.Tensor:
         """[H, P + V, R]."""
-        by_head: torch.Tensor = self.get_parameter("weight").unflatten(0, (-1, self._sizes.up_head_dim))
+        by_head: torch.Tensor = parameter(self, "weight").unflatten(0, (-1, self._sizes.up_head_dim))
         return by_head
 
 

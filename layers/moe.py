@@ -20,9 +20,10 @@ from layers.context import StepContext
 from layers.expert_dispatch import ExpertPlaces, dispatched
 from layers.expert_rows import ExpertRows, by_expert, grouped_product, is_grouped, rows_at_once, weighed
 from layers.grouped_router import GroupedRouter
-from layers.linear import declare, is_part_of_sum
+from layers.linear import is_part_of_sum
 from layers.mlp import ACTIVATIONS, GatedMLP, clamped_gated, gated
 from layers.model_config import ClampedSwiGLU, MoEConfig
+from layers.parameters import declare, parameter
 from layers.weights import ParamSpec
 from quant.dtypes import to_torch
 
@@ -40,8 +41,8 @@ class Router(nn.Module):
 
     def forward(self, x: torch.Tensor, ctx: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, D] -> weights [T, k] in x's dtype, the chosen experts int64 [T, k]."""
-        bias = self.get_parameter("bias") if self._has_bias else None
-        logits = ctx.kernels.wide(x, self.get_parameter("weight"), bias)
+        bias = parameter(self, "bias") if self._has_bias else None
+        logits = ctx.kernels.wide(x, parameter(self, "weight"), bias)
         if self._config.softmax_chosen:
             best, chosen = logits.topk(self._config.top_k, dim=-1)
             return best.softmax(-1), chosen
@@ -75,17 +76,17 @@ class ExpertLinear(nn.Module):
         """x [n, I] -> [n, the expert's rows]."""
         ctx.check()
         rows = sum(self.sections)
-        bias = self.get_parameter("bias").narrow(0, expert * rows, rows) if self._has_bias else None
+        bias = parameter(self, "bias").narrow(0, expert * rows, rows) if self._has_bias else None
         return self._scheme.linear(x, self.stored(expert), self._kept, bias, kernels=ctx.kernels)
 
     def grouped(self, rows: torch.Tensor, order: ExpertRows) -> torch.Tensor:
         """Of a wide weight: rows [R, I] in the order of their experts, through those -> [R, an expert's rows]."""
-        bias = self.get_parameter("bias") if self._has_bias else None
-        return grouped_product(rows, self.get_parameter("weight"), bias, order=order)
+        bias = parameter(self, "bias") if self._has_bias else None
+        return grouped_product(rows, parameter(self, "weight"), bias, order=order)
 
     def stored(self, expert: int) -> dict[str, torch.Tensor]:
         """Views of what is stored for one expert."""
-        tensors = {name: self.get_parameter(name) for name in self._names}
+        tensors = {name: parameter(self, name) for name in self._names}
         return {
             name: tensor.narrow(0, expert * self._steps[name], self._steps[name]) for name, tensor in tensors.items()
         }
@@ -253,7 +254,7 @@ class SharedGate(nn.Module):
 
     def forward(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """x [T, D] -> [T, 1]."""
-        logits: torch.Tensor = ctx.kernels.wide(x, self.get_parameter("weight"), None)
+        logits: torch.Tensor = ctx.kernels.wide(x, parameter(self, "weight"), None)
         return logits.sigmoid()
 
 

@@ -6,14 +6,15 @@ Root-mean-square: Zhang and Sennrich 2019, arXiv:1910.07467. Layer norm: Ba et a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from layers.linear import declare
 from layers.model_config import NormKind
 from layers.parallel import Group
+from layers.parameters import declare, parameter
 from layers.weights import ParamSpec
 
 
@@ -29,13 +30,13 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor, variance: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., D] -> the same shape and dtype. `variance`: float32 means of squares [..., 1] that are not those of x
         alone (see `shared_variances`)."""
-        wide, weight = x.to(torch.float32), self.get_parameter("weight")
-        if variance is None:
-            variance = mean_square(wide)
-        normed = wide * torch.rsqrt(variance + self.eps)
+        weight = parameter(self, "weight")
+        if self.kind is NormKind.RMS:
+            return weight * unweighted(x, eps=self.eps, variance=variance)
+        normed = unweighted(x.to(torch.float32), eps=self.eps, variance=variance)
         if self.kind is NormKind.RMS_PLUS_ONE:
             return (normed * (1.0 + weight.float())).to(x.dtype)
-        return weight * normed.to(x.dtype) if self.kind is NormKind.RMS else (weight * normed).to(x.dtype)
+        return (weight * normed).to(x.dtype)
 
 
 class LayerNorm(nn.Module):
@@ -51,7 +52,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., D] -> the same shape and dtype."""
-        weight, bias = self.get_parameter("weight"), self.get_parameter("bias") if self._has_bias else None
+        weight, bias = parameter(self, "weight"), parameter(self, "bias") if self._has_bias else None
         return functional.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
 
 
@@ -66,7 +67,35 @@ class LayerNormPerHead(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, heads, head_dim] -> the same shape and dtype."""
         normed = functional.layer_norm(x.float(), x.shape[-1:], None, None, self.eps)
-        return (normed * self.get_parameter("weight").float().view(x.shape[-2:])).to(x.dtype)
+        return (normed * parameter(self, "weight").float().view(x.shape[-2:])).to(x.dtype)
+
+
+def unweighted(x: torch.Tensor, *, eps: float, variance: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., D] / sqrt(mean(x^2) + eps), rounded to x's dtype; `variance` as in `RMSNorm.forward`.
+
+    On a CPU torch's own operator takes these steps one after the other, with the same bits (compared for all dtypes).
+    """
+    if variance is None and x.device.type == "cpu":
+        return torch.rms_norm(x, x.shape[-1:], None, eps)
+    wide = x.to(torch.float32)
+    return (wide * torch.rsqrt((mean_square(wide) if variance is None else variance) + eps)).to(x.dtype)
+
+
+def norm_heads(heads: torch.Tensor, count: int, first: nn.Module, rest: nn.Module) -> torch.Tensor:
+    """heads [T, N, d], each normed by itself: `count` of them by one norm, the rest by another one."""
+    if not _are_alike(first, rest):
+        return torch.cat((first(heads[:, :count]), rest(heads[:, count:])), dim=1)
+    normed = unweighted(heads, eps=first.eps)
+    normed[:, :count].mul_(parameter(first, "weight"))
+    normed[:, count:].mul_(parameter(rest, "weight"))
+    return normed
+
+
+def _are_alike(first: nn.Module, second: nn.Module) -> TypeGuard[RMSNorm]:
+    """Whether both differ in their weights alone, which multiply what is rounded."""
+    if not isinstance(first, RMSNorm) or not isinstance(second, RMSNorm):
+        return False
+    return first.kind is second.kind is NormKind.RMS and first.eps == second.eps
 
 
 def mean_square(wide: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ sin rounded once to the activations' dtype. T tokens, R rotated numbers of a hea
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, floor, log, pi
 
 import torch
@@ -27,17 +28,27 @@ class Rope:
         """x [T, heads, head_dim] with its first R numbers of each head rotated; pairs lie R/2 apart, or side by side
         where they are interleaved."""
         size = self.cos.shape[-1]
-        part = x[..., :size]
-        cos, sin = self.cos.unsqueeze(1), self.sin.unsqueeze(1)
-        turned = part * cos + self._crossed(part) * sin
+        part = x if size == x.shape[-1] else x[..., :size]
+        turned = (part * self._cos).add_(self._partners(part).mul_(self._signed_sin))
         return turned if size == x.shape[-1] else torch.cat((turned, x[..., size:]), dim=-1)
 
-    def _crossed(self, part: torch.Tensor) -> torch.Tensor:
-        """Each number's partner, the first of a pair's with its sign turned."""
+    @cached_property
+    def _cos(self) -> torch.Tensor:
+        return self.cos.unsqueeze(1)
+
+    @cached_property
+    def _signed_sin(self) -> torch.Tensor:
+        """What the partners are multiplied by: with its sign turned for the first of a pair."""
+        sin = self.sin.unsqueeze(1).clone()
+        first = sin[..., 0::2] if self.interleaved else sin[..., : sin.shape[-1] // 2]
+        first.neg_()
+        return sin
+
+    def _partners(self, part: torch.Tensor) -> torch.Tensor:
+        """Each number's partner in its pair: a copy."""
         if self.interleaved:
-            return torch.stack((-part[..., 1::2], part[..., 0::2]), dim=-1).flatten(-2)
-        half = part.shape[-1] // 2
-        return torch.cat((-part[..., half:], part[..., :half]), dim=-1)
+            return torch.stack((part[..., 1::2], part[..., 0::2]), dim=-1).flatten(-2)
+        return part.roll(part.shape[-1] // 2, -1)
 
 
 @dataclass(frozen=True)

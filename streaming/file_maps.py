@@ -53,8 +53,14 @@ class FileMaps:
                         return None
                     self._maps[number] = memory
                 memory = self._maps[number][run.offset : run.offset + run.nbytes]
-                self._views[run] = FileView(memory, number, partial(self._enter, number, fault))
+                enter, may_be_used = partial(self._enter, number, fault), partial(self._may_be_used, number)
+                self._views[run] = FileView(memory, number, enter, may_be_used)
             return self._views[run]
+
+    def _may_be_used(self, number: int) -> bool:
+        if number in self._were_leased:
+            return self._leases.descriptor(number) is not None
+        return self._unleased
 
     def _enter(self, number: int, fault: Fault) -> Callable[[], None] | None:
         """Begin to use the file. Raises what `fault` makes where it is not what it was, or will not stay so."""

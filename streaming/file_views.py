@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,30 +36,34 @@ _LIBRARY = ctypes.CDLL(None, use_errno=True)
 Leave = Callable[[], None]
 
 
+def _nobody_writes() -> bool:
+    """Of a file that nobody else has."""
+    return True
+
+
 @dataclass(frozen=True, eq=False)
 class FileView:
     """`memory`: uint8 [nbytes], the bytes of `file`, wherever they are: reading them brings their pages back. `enter`
     raises when the file is not what it was: to be called right before the bytes are used; what it gives, if anything,
-    is to be called behind that."""
+    is to be called behind that. `may_be_used`: whether nobody is known to write to the file."""
 
     memory: torch.Tensor
     file: Hashable
     enter: Callable[[], Leave | None]
+    may_be_used: Callable[[], bool] = _nobody_writes
 
     def come(self) -> bool:
         """Set up the pages; False where the file has none behind some of them, or they cannot be read."""
-        address, nbytes = self._pages
+        address, nbytes = self.pages
         done = _LIBRARY.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), MADV_POPULATE_READ) == 0
         return done or ctypes.get_errno() == _EINVAL
 
     def go(self) -> None:
         """Take the pages away again, and with them what counts as this process's memory."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            address, nbytes = self._pages
-            _LIBRARY.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
+        _take_away(*self.pages)
 
     @cached_property
-    def _pages(self) -> tuple[int, int]:
+    def pages(self) -> tuple[int, int]:
         """Where the pages begin that any of the bytes is in, and how many bytes they are."""
         begin = self.memory.data_ptr()
         start = begin // mmap.PAGESIZE * mmap.PAGESIZE
@@ -86,13 +90,18 @@ class FileViews:
         }
         apart = [name for name, views in of.items() if len(views) > 1]
         self.parts = RowParts([_rows(view.memory, storage[apart[0]]) for view in of[apart[0]]]) if apart else None
-        self._enters = tuple({view.file: view.enter for view in reversed(self.all)}.values())
+        self._files = tuple({view.file: view for view in reversed(self.all)}.values())
+
+    @property
+    def may_be_used(self) -> bool:
+        """Whether nobody is known to write to any of the files."""
+        return all(view.may_be_used() for view in self._files)
 
     def enter(self) -> Leave:
         """Begin to use the bytes. Gives what is to be called behind that; raises where a file is not what it was."""
         with ExitStack() as leaves:
-            for enter in self._enters:
-                if (leave := enter()) is not None:
+            for view in self._files:
+                if (leave := view.enter()) is not None:
                     leaves.callback(leave)
             return leaves.pop_all().close
 
@@ -132,9 +141,31 @@ def view_run(
     return Came(view, was_cached) if view.come() else None
 
 
+def go_together(views: Iterable[FileView]) -> None:
+    """Take the pages of several views away, those of neighbours with one call."""
+    for start, nbytes in joined(view.pages for view in views):
+        _take_away(start, nbytes)
+
+
+def joined(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Runs (start, length) as few as they can be: what overlaps or touches is one."""
+    found: list[tuple[int, int]] = []
+    for start, length in sorted(runs):
+        if found and start <= sum(found[-1]):
+            first, before = found.pop()
+            start, length = first, max(before, start + length - first)
+        found.append((start, length))
+    return found
+
+
+def _take_away(start: int, nbytes: int) -> None:
+    if hasattr(mmap, "MADV_DONTNEED"):
+        _LIBRARY.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
+
+
 def give_pages_back(memory: torch.Tensor) -> None:
     """Give the whole pages of a run of this process's own memory (uint8, see `own_memory`) back to the system; it reads
     as zeros afterwards."""
     start, stop = whole_pages(memory.data_ptr(), memory.numel())
-    if stop > start and hasattr(mmap, "MADV_DONTNEED"):
-        _LIBRARY.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
+    if stop > start:
+        _take_away(start, stop - start)

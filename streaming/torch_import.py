@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import Any
 
 from streaming.collector import collector_at_rest
+from streaming.library_environment import prepare_libraries
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def import_torch(*, whole: bool = True) -> None:
     operators that torch implements in Python for the meta device raise NotImplementedError there until they are made up
     for, which using them does not do.
     """
-    _calm_openmp()
+    prepare_libraries()
     if "torch" in sys.modules or os.environ.get(PLAIN_IMPORT) == "1":
         importlib.import_module("torch")
         return
@@ -58,12 +59,6 @@ def import_torch(*, whole: bool = True) -> None:
             _import_without(_DEFERRED)
     if not whole:
         gc.freeze()  # what the import left behind stays; the collector need never walk it again
-
-
-def _calm_openmp() -> None:
-    """OpenMP's idle workers spin by default, on the cores that the reader and our own threads need (decoding a 1B model
-    took a quarter longer). It looks at its environment once, when torch is loaded; who has set something keeps it."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def installed_version() -> str:

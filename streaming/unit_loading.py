@@ -93,7 +93,7 @@ class UnitLoading:
         self._accounts: dict[str, Accounts] = {}  # of units that come for the first time
         self._seen: set[str] = set()  # units that have come whole
         self._kept: set[str] = set()  # and of which the stored form is on disk
-        self._viewed: dict[str, FileViews] = {}  # as they were when the unit came the last time
+        self.viewed: dict[str, FileViews] = {}  # of units that were used where they lie when they came the last time
 
     @property
     def copies(self) -> bool:
@@ -109,7 +109,7 @@ class UnitLoading:
 
     def was_viewed(self, unit: Unit) -> bool:
         """Whether all of the unit was used where it lies in the page cache when it came the last time."""
-        return unit.name in self._viewed
+        return unit.name in self.viewed
 
     def jobs(self, unit: Unit, place: Place) -> list[tuple[LoadItem, ...]]:
         """What `load` is given of a unit, each from any thread: item by item where it is read."""
@@ -170,7 +170,7 @@ class UnitLoading:
 
     def close(self) -> None:
         """Give back what was opened."""
-        self._viewed.clear()
+        self.viewed.clear()
         self.items.close()
         if self.forms is not None:
             self.forms.close()
@@ -194,13 +194,13 @@ class UnitLoading:
         self.residency.mark(unit.layer, "read")
         all_runs = unit.file_runs.items()
         found = {name: came for name, runs in all_runs if (came := self._come(unit, runs, place))}
-        last = self._viewed.pop(unit.name, None)
+        last = self.viewed.pop(unit.name, None)
         if found:
             of = {name: tuple(one.view for one in came) for name, came in found.items()}
             views = last if last is not None and last.of == of else FileViews(of, unit.storage)
             was_cached = all(one.was_cached for came in found.values() for one in came)
             if was_cached and len(found) == len(unit.storage):
-                self._viewed[unit.name] = views
+                self.viewed[unit.name] = views
             self._take_views(unit, place, views, begin_s, was_cached=was_cached)
         return frozenset(found)
 

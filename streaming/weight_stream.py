@@ -20,12 +20,14 @@ from dataclasses import dataclass, field, replace
 from quant.row_parts import RowParts
 from streaming.device import own_memory
 from streaming.errors import StreamClosedError
+from streaming.file_views import give_pages_back
 from streaming.load_plan import LoadItem
 from streaming.residency import Residency
 from streaming.ring import Ring
 from streaming.stream_plan import MAKING_THREADS, StreamPlan, Unit
 from streaming.unit_loading import Stored, UnitLoading
 from streaming.unit_memory import CpuUnits, Place, UnitMemory
+from streaming.units_in_place import UnitsInPlace
 from streaming.workers import Workers
 
 
@@ -42,6 +44,7 @@ class _Entry:
     users: int = 0  # the forward thread, and whoever writes it to the stored cache
     is_dropped: bool = False
     is_leaving: bool = False  # a thread gives its pages back
+    is_in_place: bool = False  # the forward thread sets up its pages, and gives them back
 
 
 Job = tuple[_Entry, tuple[LoadItem, ...] | None]
@@ -51,11 +54,13 @@ Job = tuple[_Entry, tuple[LoadItem, ...] | None]
 @dataclass
 class StreamCounts:
     """What the stream has done so far: units that the forward pass found in memory that they keep (`kept`) and those
-    that came through the ring (`streamed`), their bytes, and bytes that came and were not used."""
+    that passed through (`streamed`), their bytes, of which some lay `in_place` (see streaming.units_in_place), and
+    bytes that came and were not used."""
 
     kept: int = 0
     streamed: int = 0
     streamed_nbytes: int = 0
+    in_place_nbytes: int = 0
     unused_nbytes: int = 0
 
 
@@ -78,11 +83,15 @@ class WeightStream:
         self._index = {unit.name: index for index, unit in enumerate(self.units)}
         self._of_param = {(unit.param.name, unit.first): unit for unit in self.units}
         self._loaded = set(self.plan.loaded)
+        self._passing = len(self.plan.streamed)
         self._memory = self.memory.take(self.plan.ring_nbytes)
         self._ring = Ring(self.plan.ring_nbytes)
         self._live: dict[str, _Entry] = {}  # in the ring, or on its way: in the order in which they were begun
         self._own: dict[str, _Entry] = {}  # those that have come to stay
         self._leaving: deque[_Entry] = deque()  # used where they lie in files: their pages go before their room
+        self._in_place = UnitsInPlace()
+        self._used_in_place = 0
+        self._is_ring_bare = False
         self._next = self._making = 0
         self._users: dict[str, int] = {}  # of units that the modules have
         self._workers = Workers(self.residency)
@@ -120,7 +129,8 @@ class WeightStream:
         entry = self._claim(unit)
         try:
             if entry is not None:
-                self.residency.lease_unit(unit.layer, unit.name, stop=stop)
+                if not entry.is_in_place:
+                    self.residency.lease_unit(unit.layer, unit.name, stop=stop)
                 self.memory.lease(entry.place)
             yield None if entry is None else entry.place.leased
         finally:
@@ -134,11 +144,13 @@ class WeightStream:
                 return None
             entry = self._sought(unit)
             entry.users += 1
-            if entry.offset is None:
+            self._used_in_place += entry.is_in_place
+            if entry.offset is None and not entry.is_in_place:
                 self.counts.kept += 1
             else:
                 self.counts.streamed += 1
                 self.counts.streamed_nbytes += unit.nbytes
+                self.counts.in_place_nbytes += unit.nbytes * entry.is_in_place
             return entry
 
     def _sought(self, unit: Unit) -> _Entry:
@@ -156,11 +168,40 @@ class WeightStream:
                 self._drop(other)
             if entry is not None and wanted:
                 return entry
+            if (place := self._lying(unit)) is not None:
+                return _Entry(unit, place, None, deque(), 0, False, is_in_place=True)
             self._next = self._index[unit.name]
             if self._begin():
                 self._wake()
             else:
                 self._wait()
+
+    def _lying(self, unit: Unit) -> Place | None:
+        """The place of a unit that is used where it lies; None where it comes through the ring, or has to wait."""
+        if self._is_paused:
+            return None
+        if not self._is_in_place() or any(entry.offset is not None for entry in self._live.values()):
+            return None
+        if not self._is_ring_bare:  # nobody writes there, and what is left of it would count beside the pages of maps
+            self._is_ring_bare = True
+            give_pages_back(self._memory)
+        place = self._in_place.use(unit)
+        if place is None:
+            self._bring_again()
+        return place
+
+    def _is_in_place(self) -> bool:
+        """Whether nothing is brought any more: all that passes through lies where it is used, all else is there."""
+        if self._in_place.is_on:
+            return True
+        if len(self.loading.viewed) < self._passing or self.plan.kept - self._loaded - self._own.keys():
+            return False
+        return self._in_place.begin(self.plan.streamed, self.loading.viewed, room_nbytes=self.plan.ring_nbytes)
+
+    def _bring_again(self) -> None:
+        self._in_place.end()
+        self.loading.viewed.clear()
+        self._changed.notify_all()
 
     def _drop(self, entry: _Entry) -> None:
         if entry.users or entry.offset is None or entry.is_dropped:
@@ -217,9 +258,13 @@ class WeightStream:
             self._waiting -= 1
 
     def _release(self, unit: Unit, entry: _Entry | None) -> None:
+        if entry is not None and entry.is_in_place:
+            entry.place.leave()
         with self._changed:
             if entry is None:
                 self._users[unit.name] -= 1
+            elif entry.is_in_place:
+                self._used_in_place -= 1
             else:
                 entry.users -= 1
                 entry.place.leave()
@@ -249,14 +294,26 @@ class WeightStream:
         is used right now behind its product); new ones stay when they come by in the next pass. Where the plan has
         another ring, what is in the old one is given up."""
         with self._changed:
+            self._stop_in_place()
             if plan.ring_nbytes not in (0, self.plan.ring_nbytes):
                 self._replace_ring(plan.ring_nbytes)
             self.plan = plan if plan.ring_nbytes else replace(plan, ring_nbytes=self.plan.ring_nbytes)
+            self._passing = len(self.plan.streamed)
             going = [unit for unit in self.units if unit.name not in plan.kept]
             self._wait(lambda: all(self._evict(unit) for unit in going))
             self._raise_if_ended()
             self.memory.change(self.plan)
             self._changed.notify_all()
+
+    def _stop_in_place(self) -> None:
+        """Nothing is used where it lies until all of it came by again; a unit that is used now has left behind this."""
+        self._is_paused = True
+        try:
+            self._wait(lambda: not self._used_in_place)
+            self._in_place.end()
+        finally:
+            self._is_paused = False
+        self._raise_if_ended()
 
     def _replace_ring(self, nbytes: int) -> None:
         """Nothing is begun until the old one is empty; a unit that is used leaves it behind its product."""
@@ -329,6 +386,7 @@ class WeightStream:
         self._live.clear()
         self._own.clear()
         self._leaving.clear()
+        self._in_place.end()
         self._memory = own_memory(0)
 
     def _take(self) -> Job | None:
@@ -353,7 +411,7 @@ class WeightStream:
     def _begin(self) -> bool:
         """Set memory aside for the unit that comes next; False where there is none, or no room."""
         unit = self._upcoming()
-        if self._is_paused or unit is None or not self.memory.has_room(unit):
+        if self._is_paused or unit is None or self._is_in_place() or not self.memory.has_room(unit):
             return False
         if unit.name in self.plan.kept:
             offset, memory = None, self.memory.take(unit.nbytes)
@@ -361,7 +419,7 @@ class WeightStream:
             offset = self._ring.place(unit.nbytes)
             if offset is None:
                 return False
-            memory = self._memory[offset : offset + unit.nbytes]
+            memory, self._is_ring_bare = self._memory[offset : offset + unit.nbytes], False
         self.loading.begin(unit)
         place = self.memory.place(unit, memory)
         place.passes = offset is not None

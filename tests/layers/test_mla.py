@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from layers.architecture import layer_specs
 from layers.config import parse_config
@@ -60,7 +61,13 @@ def test_heads_that_are_expanded_one_after_the_other_have_the_same_bits(monkeypa
     with torch.inference_mode():
         together = attention._attend_expanded(q, kept, context())
         monkeypatch.setattr("layers.mla.EXPANDED_NBYTES", 1)
-        assert torch.equal(attention._attend_expanded(q, kept, context()), together)
+        apart = attention._attend_expanded(q, kept, context())
+        weight, latent = attention.kv_b_proj.get_parameter("weight"), kept[:, :20].contiguous()
+        made = F.linear(latent, weight).split(22, dim=1)
+        if all(torch.equal(F.linear(latent, rows), one) for rows, one in zip(weight.split(22), made, strict=True)):
+            assert torch.equal(apart, together)
+        else:  # MKL on AMD: a product of few columns has other last bits than the same columns of one of many
+            torch.testing.assert_close(apart, together, rtol=1e-6, atol=1e-6)
     assert EXPANDED_NBYTES > 9 * 4 * (22 + 40) * 4
 
 

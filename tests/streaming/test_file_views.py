@@ -148,6 +148,12 @@ def stream_of(llm: LLM) -> WeightStream:
     return stream
 
 
+@pytest.fixture
+def by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units are brought by threads all the time: the forward pass takes over from none of them."""
+    monkeypatch.setattr("streaming.units_in_place.UnitsInPlace.begin", lambda *_, **__: False)
+
+
 def answers(llm: LLM) -> tuple[torch.Tensor, tuple[int, ...]]:
     return llm.logits(IDS), llm.complete([IDS], SamplingParams(max_tokens=6, ignore_eos=True))[0].token_ids
 
@@ -166,7 +172,8 @@ def test_the_bits_are_those_of_the_whole_model(tiny_folder: Tiny, dtype: str, ti
             assert torch.equal(found[0], expected[0])
             assert found[1] == expected[1]
         assert llm.stats().peak_budget_bytes <= limit
-        mapped, passed = llm.tracer.nbytes("map"), stream_of(llm).counts.streamed_nbytes
+        counts = stream_of(llm).counts
+        mapped, passed = llm.tracer.nbytes("map") + counts.in_place_nbytes, counts.streamed_nbytes
         assert mapped >= passed if dtype == "bfloat16" else mapped < passed  # float32 that is not aligned is moved
 
 
@@ -180,6 +187,7 @@ def test_what_passes_through_is_copied_where_that_was_asked_for(folder: Path, st
         llm.logits(IDS)
         llm.logits(IDS)
         read, mapped = llm.tracer.nbytes("read") - before, llm.tracer.nbytes("map")
+        mapped += stream_of(llm).counts.in_place_nbytes
         streamed = stream_of(llm).plan.pass_nbytes
     assert (read == 0, mapped >= 2 * streamed) == (maps, maps)
 
@@ -230,6 +238,7 @@ def test_a_file_that_somebody_opens_and_does_not_write_to_goes_on(
             assert torch.equal(llm.logits(IDS), expected)
 
 
+@pytest.mark.usefixtures("by_threads")
 def test_a_unit_is_left_when_it_was_used_whoever_takes_its_pages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also behind an error, when no worker is left: who wants to write does not wait for one."""
     with LLM(folder, memory=limit_of(folder, 0.0, **LAZY), **LAZY) as llm:
@@ -318,6 +327,7 @@ def test_projections_that_lie_apart_are_not_joined(folder: Path) -> None:
     }
 
 
+@pytest.mark.usefixtures("by_threads")
 def test_pages_go_behind_the_lease_and_come_again_whoever_has_them_in_hand(folder: Path) -> None:
     """What is mapped all the time counts as memory only while it is used."""
     with LLM(folder, memory=limit_of(folder, 0.0, **LAZY), **LAZY) as llm:
@@ -398,6 +408,7 @@ def cut(file: Path) -> None:
     os.truncate(file, 100)
 
 
+@pytest.mark.usefixtures("by_threads")
 @pytest.mark.parametrize("change", [rewritten, cut])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_file_that_changes_under_its_maps_ends_the_run_before_they_are_used(
@@ -418,6 +429,7 @@ def test_a_file_that_changes_under_its_maps_ends_the_run_before_they_are_used(
             llm.logits(IDS)
 
 
+@pytest.mark.usefixtures("by_threads")
 def test_the_tensor_and_the_file_that_changed_are_named(tiny_folder: Tiny, tmp_path: Path) -> None:
     own = Path(shutil.copytree(tiny_folder(TinyModel(layers=3, files=1)), tmp_path / "own"))
     apart = "model.layers.0.self_attn.v_proj.weight"
