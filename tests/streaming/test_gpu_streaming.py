@@ -373,7 +373,7 @@ def test_a_unit_that_has_come_to_stay_meanwhile_is_found(tiny_folder: Tiny, monk
     plan = planned(folder, memory=limit_of(folder, 0.0)).plan.stream
     assert plan is not None
     loading: Any = SimpleNamespace(
-        begin=lambda _unit: None, jobs=lambda unit, _place: [unit.items], was_viewed=lambda _: False
+        begin=lambda _unit: None, jobs=lambda unit, _place: [unit.items], was_viewed=lambda _: False, viewed={}
     )
     stream = WeightStream(plan, loading, Residency([unit.layer for unit in plan.units], Tracer()), lambda _param: None)
     unit = plan.streamed[0]
