@@ -48,10 +48,11 @@ class UnitsInPlace:
         return True
 
     def use(self, unit: Unit) -> Place | None:
-        """The unit's place, for one product; None where units have to be brought again, this one to begin with: the
-        system has dropped what lies there, which shows by pages that were read from a disk in the last pass."""
+        """The unit's place, for one product; None where units have to be brought again, this one to begin with: its
+        file was opened for writing, or the system has dropped what lies there, which shows by pages that were read from
+        a disk in the last pass."""
         place = self._places.get(unit.name)
-        if place is None or place.views is None or (unit.name == self._first and _faults() != self._faults):
+        if place is None or place.views is None or not place.views.may_be_used or self._was_dropped(unit):
             self.end()
             return None
         if self._mapped_nbytes + unit.nbytes > self._room_nbytes:
@@ -64,6 +65,9 @@ class UnitsInPlace:
         """Units have to be brought again; none is in use."""
         self._places.clear()
         self._take_pages_away()
+
+    def _was_dropped(self, unit: Unit) -> bool:
+        return unit.name == self._first and _faults() != self._faults
 
     def _take_pages_away(self) -> None:
         go_together(view for views in self._mapped for view in views.all)
