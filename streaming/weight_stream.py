@@ -313,6 +313,7 @@ class WeightStream:
             self._in_place.end()
         finally:
             self._is_paused = False
+            self._changed.notify_all()
         self._raise_if_ended()
 
     def _replace_ring(self, nbytes: int) -> None:
