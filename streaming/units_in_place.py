@@ -2,8 +2,8 @@
 
 Once a pass has found every unit in the page cache, nothing is left to bring. What threads would still do for each of
 them (look for it, set up its pages, tell, take the pages away) costs the forward pass more than the pages that it sets
-up itself, by touching them: whenever a product ends it finds a core and the interpreter taken (0.84 to 0.89 of the time
-of a token measured, and 0.71 where the page cache has small pages).
+up itself, by touching them: whenever a product ends it finds a core and the interpreter taken (measured: without them a
+token takes 0.88 of the time).
 """
 
 from __future__ import annotations
