@@ -74,12 +74,11 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, batch: Batch, ropes: Ropes, ctx: StepContext) -> torch.Tensor:
         """x [T, D] -> [T, D]; each sequence's keys and values are appended to its cache."""
         of_qk, v = self.qkv_proj(x, ctx)
-        queries = self._queries
         of_qk, v = self._normed(of_qk, ctx), v.unflatten(-1, (-1, self.head_dim))
         rope = ropes.local if self.local else ropes.full
         if rope is not None:
             of_qk = rope.rotate(of_qk)
-        mixed = self._mixed(of_qk[:, :queries], of_qk[:, queries:], v, batch, ctx)
+        mixed = self._mixed(of_qk[:, : self._queries], of_qk[:, self._queries :], v, batch, ctx)
         out: torch.Tensor = self.o_proj(mixed.flatten(1), ctx)
         return out
 

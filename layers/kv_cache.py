@@ -136,13 +136,12 @@ class KVCache:
                 "were given"
             )
         for kind, numbers in enumerate(kinds):
-            if self.cache_dtype == "auto":
-                self._wide[kind][layer].narrow(1, self.length, numbers.shape[1]).copy_(numbers)
-                continue
-            kept = {name: tensor[kind, layer, :, self.length : stop] for name, tensor in self._kept.items()}
             codec = self._codecs[kind, layer]
-            assert codec is not None
-            codec.encode(numbers.to(self._dtype), kept)
+            if codec is None:
+                self._wide[kind][layer].narrow(1, self.length, numbers.shape[1]).copy_(numbers)
+            else:
+                kept = {name: tensor[kind, layer, :, self.length : stop] for name, tensor in self._kept.items()}
+                codec.encode(numbers.to(self._dtype), kept)
 
     def runs(self, layer: int, *, stop: int, start: int = 0) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Wide keys and values of the positions [start, stop) of one layer: heads [a, b), and theirs [b - a, n, d].

@@ -107,8 +107,7 @@ class FileViews:
 
     def go(self) -> None:
         """Take the pages away."""
-        for view in self.all:
-            view.go()
+        go_together(self.all)
 
 
 def _rows(memory: torch.Tensor, spec: StoredSpec) -> torch.Tensor:

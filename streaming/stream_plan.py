@@ -106,7 +106,7 @@ class StreamPlan:
     staging_nbytes: int = 0  # of the host's memory beside a GPU's: what units pass through on their way
     tier: frozenset[str] = frozenset()  # streamed units that the host keeps, beside a GPU
 
-    @property
+    @cached_property
     def streamed(self) -> tuple[Unit, ...]:
         """What comes anew in every pass."""
         return tuple(unit for unit in self.units if unit.name not in self.kept)

@@ -36,14 +36,12 @@ class UnitsInPlace:
     def begin(self, units: Sequence[Unit], viewed: Mapping[str, FileViews], *, room_nbytes: int) -> bool:
         """Use these units, all that pass through, where they lie, if each was viewed the last time and still can be:
         whether that is so. Those that have their pages at once are `room_nbytes` at the most, or one."""
-        found = {unit.name: viewed.get(unit.name) for unit in units}
-        if not found or not all(views is not None and views.may_be_used for views in found.values()):
+        found = [(unit, views) for unit in units if (views := viewed.get(unit.name)) and views.may_be_used]
+        if not found or len(found) < len(units):
             return False
-        for unit in units:
-            views, place = found[unit.name], Place(torch.empty(0, dtype=torch.uint8), unit.storage)
-            assert views is not None
+        for unit, views in found:
+            place = self._places[unit.name] = Place(torch.empty(0, dtype=torch.uint8), unit.storage)
             place.take_views(views)
-            self._places[unit.name] = place
         self._first, self._faults, self._room_nbytes = units[0].name, _faults(), room_nbytes
         return True
 

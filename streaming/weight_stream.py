@@ -83,7 +83,6 @@ class WeightStream:
         self._index = {unit.name: index for index, unit in enumerate(self.units)}
         self._of_param = {(unit.param.name, unit.first): unit for unit in self.units}
         self._loaded = set(self.plan.loaded)
-        self._passing = len(self.plan.streamed)
         self._memory = self.memory.take(self.plan.ring_nbytes)
         self._ring = Ring(self.plan.ring_nbytes)
         self._live: dict[str, _Entry] = {}  # in the ring, or on its way: in the order in which they were begun
@@ -186,22 +185,19 @@ class WeightStream:
             self._is_ring_bare = True
             give_pages_back(self._memory)
         place = self._in_place.use(unit)
-        if place is None:
-            self._bring_again()
+        if place is None:  # threads bring all again
+            self.loading.viewed.clear()
+            self._changed.notify_all()
         return place
 
     def _is_in_place(self) -> bool:
         """Whether nothing is brought any more: all that passes through lies where it is used, all else is there."""
         if self._in_place.is_on:
             return True
-        if len(self.loading.viewed) < self._passing or self.plan.kept - self._loaded - self._own.keys():
+        plan, viewed = self.plan, self.loading.viewed
+        if len(viewed) < len(plan.streamed) or plan.kept - self._loaded - self._own.keys():
             return False
-        return self._in_place.begin(self.plan.streamed, self.loading.viewed, room_nbytes=self.plan.ring_nbytes)
-
-    def _bring_again(self) -> None:
-        self._in_place.end()
-        self.loading.viewed.clear()
-        self._changed.notify_all()
+        return self._in_place.begin(plan.streamed, viewed, room_nbytes=plan.ring_nbytes)
 
     def _drop(self, entry: _Entry) -> None:
         if entry.users or entry.offset is None or entry.is_dropped:
@@ -258,7 +254,7 @@ class WeightStream:
             self._waiting -= 1
 
     def _release(self, unit: Unit, entry: _Entry | None) -> None:
-        if entry is not None and entry.is_in_place:
+        if entry is not None:
             entry.place.leave()
         with self._changed:
             if entry is None:
@@ -267,7 +263,6 @@ class WeightStream:
                 self._used_in_place -= 1
             else:
                 entry.users -= 1
-                entry.place.leave()
                 if entry.offset is not None:
                     self.memory.used()
                     entry.is_dropped = True  # it goes as soon as nobody writes it to the stored cache any more
@@ -298,7 +293,6 @@ class WeightStream:
             if plan.ring_nbytes not in (0, self.plan.ring_nbytes):
                 self._replace_ring(plan.ring_nbytes)
             self.plan = plan if plan.ring_nbytes else replace(plan, ring_nbytes=self.plan.ring_nbytes)
-            self._passing = len(self.plan.streamed)
             going = [unit for unit in self.units if unit.name not in plan.kept]
             self._wait(lambda: all(self._evict(unit) for unit in going))
             self._raise_if_ended()

@@ -142,6 +142,20 @@ def folder(tiny_folder: Tiny) -> Path:
     return tiny_folder(TinyModel(layers=6))
 
 
+@pytest.fixture
+def own(folder: Path, tmp_path: Path) -> Path:
+    """The same, of the test alone."""
+    return Path(shutil.copytree(folder, tmp_path / "own"))
+
+
+@pytest.fixture(params=["lazy", None])
+def of_own(request: pytest.FixtureRequest, own: Path) -> Iterator[LLM]:
+    """All of it passes through."""
+    options = LAZY | {"safetensors_load_strategy": request.param}
+    with LLM(own, memory=limit_of(own, 0.0, **options), **options) as llm:
+        yield llm
+
+
 def stream_of(llm: LLM) -> WeightStream:
     stream = llm.model.runner.stream
     assert stream is not None
@@ -207,35 +221,27 @@ def test_a_file_that_cannot_be_leased_is_used_where_it_lies_only_where_that_was_
         assert bool(spared) == maps  # else the ring's memory would come anew for each copy
 
 
-@pytest.mark.parametrize("strategy", ["lazy", None])
-def test_a_file_that_was_rewritten_between_passes_gives_no_wrong_numbers(
-    folder: Path, tmp_path: Path, strategy: str | None
-) -> None:
-    own = Path(shutil.copytree(folder, tmp_path / "own"))
-    options = LAZY | {"safetensors_load_strategy": strategy}
-    with LLM(own, memory=limit_of(own, 0.0, **options), **options) as llm:
-        llm.logits(IDS)
-        llm.logits(IDS)
-        for file in own.glob("*.safetensors"):
-            with file.open("r+b") as out:
-                out.seek(-1000, os.SEEK_END)
-                out.write(bytes(500))
-        with pytest.raises(LayerLoadError, match=r"was changed, or replaced|is opened for writing"):
-            llm.logits(IDS)
+def test_a_file_that_was_rewritten_between_passes_gives_no_wrong_numbers(of_own: LLM, own: Path) -> None:
+    of_own.logits(IDS)
+    of_own.logits(IDS)
+    for file in own.glob("*.safetensors"):
+        with file.open("r+b") as out:
+            out.seek(-1000, os.SEEK_END)
+            out.write(bytes(500))
+    with pytest.raises(LayerLoadError, match=r"was changed, or replaced|is opened for writing"):
+        of_own.logits(IDS)
 
 
-@pytest.mark.parametrize("strategy", ["lazy", None])
-def test_a_file_that_somebody_opens_and_does_not_write_to_goes_on(
-    folder: Path, tmp_path: Path, strategy: str | None
-) -> None:
-    own = Path(shutil.copytree(folder, tmp_path / "own"))
-    options = LAZY | {"safetensors_load_strategy": strategy}
-    with LLM(own, memory=limit_of(own, 0.0, **options), **options) as llm:
-        expected = llm.logits(IDS)
-        for _ in range(3):
-            for file in own.glob("*.safetensors"):
-                file.open("r+b").close()
-            assert torch.equal(llm.logits(IDS), expected)
+def test_a_file_that_somebody_opens_and_does_not_write_to_goes_on(of_own: LLM, own: Path) -> None:
+    goes_on_while_files_are_opened(of_own, own)
+
+
+def goes_on_while_files_are_opened(llm: LLM, folder: Path) -> None:
+    expected = llm.logits(IDS)
+    for _ in range(3):
+        for file in folder.glob("*.safetensors"):
+            file.open("r+b").close()
+        assert torch.equal(llm.logits(IDS), expected)
 
 
 @pytest.mark.usefixtures("by_threads")
@@ -412,9 +418,8 @@ def cut(file: Path) -> None:
 @pytest.mark.parametrize("change", [rewritten, cut])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_file_that_changes_under_its_maps_ends_the_run_before_they_are_used(
-    folder: Path, tmp_path: Path, share: float, change: Callable[[Path], None]
+    own: Path, share: float, change: Callable[[Path], None]
 ) -> None:
-    own = Path(shutil.copytree(folder, tmp_path / "own"))
     with LLM(own, memory=limit_of(own, share, **LAZY), **LAZY) as llm:
         llm.logits(IDS)
         stream = stream_of(llm)

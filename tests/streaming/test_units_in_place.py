@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import threading
@@ -17,7 +16,17 @@ from examples.write_tiny_model import TinyModel
 from streaming import LLM, LayerLoadError, units_in_place
 from streaming.file_views import joined
 from tests.streaming.limits import limit_of
-from tests.streaming.test_file_views import IDS, LAZY, Tiny, answers, resident_nbytes, stream_of
+from tests.streaming.test_file_views import (
+    IDS,
+    LAZY,
+    Tiny,
+    answers,
+    cut,
+    goes_on_while_files_are_opened,
+    resident_nbytes,
+    rewritten,
+    stream_of,
+)
 from tests.streaming.waiting import in_background, until
 
 AROUND_NBYTES = 4 << 20  # the system sets up pages around those that are touched
@@ -99,15 +108,6 @@ def test_what_the_system_has_dropped_is_brought_again(llm: LLM, monkeypatch: pyt
     assert brought_in_a_pass(llm) == 0
 
 
-def rewritten(file: Path) -> None:
-    with file.open("ab") as out:
-        out.write(b"x")
-
-
-def cut(file: Path) -> None:
-    os.truncate(file, 100)
-
-
 @pytest.mark.parametrize("change", [rewritten, cut])
 def test_a_file_that_has_changed_is_not_used(llm: LLM, folder: Path, change: Callable[[Path], None]) -> None:
     brought_in_a_pass(llm)
@@ -122,11 +122,7 @@ def test_a_file_that_has_changed_is_not_used(llm: LLM, folder: Path, change: Cal
 
 def test_a_file_that_was_opened_alone_goes_on(llm: LLM, folder: Path) -> None:
     brought_in_a_pass(llm)
-    expected = llm.logits(IDS)
-    for _ in range(3):
-        for file in folder.glob("*.safetensors"):
-            file.open("r+b").close()
-        assert torch.equal(llm.logits(IDS), expected)
+    goes_on_while_files_are_opened(llm, folder)
 
 
 def test_a_file_that_somebody_holds_open_for_writing_is_copied(llm: LLM, folder: Path) -> None:
